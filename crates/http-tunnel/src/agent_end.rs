@@ -7,7 +7,7 @@ mod upgraded;
 
 pub use self::{
     request::{RequestStream, read_request},
-    response::{LARGE_CHUNK, ResponseEncoder},
+    response::ResponseEncoder,
     upgraded::{UpgradedBody, Upstream},
 };
-pub use crate::MAX_CHUNK;
+pub use crate::{LARGE_CHUNK, MAX_CHUNK};

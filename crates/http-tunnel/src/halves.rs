@@ -10,6 +10,8 @@ use std::{
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::LARGE_CHUNK;
+
 /// One of the two handles of a stream. The stream is closed when both are dropped.
 ///
 /// Unlike [`tokio::io::split`], a handle gives access to the stream itself. At most one task may read at a
@@ -64,7 +66,7 @@ pub enum Read<T> {
     End,
 }
 
-/// Reads at most [`MAX_CHUNK`](crate::MAX_CHUNK) bytes, and returns what `take` makes of them. There is no
+/// Reads at most `max` bytes, and at most [`LARGE_CHUNK`], and returns what `take` makes of them. There is no
 /// buffer while nothing is there to read, so an idle stream needs no memory for one.
 ///
 /// A connection with TLS that ends without `close_notify` counts as ended, as without TLS: the protocols
@@ -75,10 +77,11 @@ pub enum Read<T> {
 pub fn poll_chunk<S: AsyncRead + Unpin, T>(
     stream: &mut S,
     cx: &mut Context<'_>,
+    max: usize,
     take: impl FnOnce(&[u8]) -> T,
 ) -> Poll<io::Result<Read<T>>> {
-    let mut space = [const { std::mem::MaybeUninit::uninit() }; crate::MAX_CHUNK];
-    let mut buf = ReadBuf::uninit(&mut space);
+    let mut space = [const { std::mem::MaybeUninit::uninit() }; LARGE_CHUNK];
+    let mut buf = ReadBuf::uninit(&mut space[..max.min(LARGE_CHUNK)]);
     Poll::Ready(match std::task::ready!(Pin::new(stream).poll_read(cx, &mut buf)) {
         Ok(()) if buf.filled().is_empty() => Ok(Read::End),
         Ok(()) => Ok(Read::Bytes(take(buf.filled()))),
@@ -100,7 +103,7 @@ mod tests {
         let reading = tokio::spawn(async move {
             let mut chunks = Vec::new();
             loop {
-                let chunk = std::future::poll_fn(|cx| poll_chunk(&mut reader, cx, <[u8]>::to_vec)).await;
+                let chunk = std::future::poll_fn(|cx| poll_chunk(&mut reader, cx, 16, <[u8]>::to_vec)).await;
                 match chunk.unwrap() {
                     Read::Bytes(bytes) => chunks.extend(bytes),
                     Read::End => return chunks,

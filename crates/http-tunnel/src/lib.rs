@@ -29,6 +29,11 @@ pub const HEADER_EXTRA: &str = "type.googleapis.com/gitlab.agent.kubernetes_api.
 /// The largest part of a body in one message, in bytes, that every version expects.
 pub const MAX_CHUNK: usize = 32 * 1024;
 
+/// The largest part of a body in one message, in bytes, between a kas and an agentk of this project. With the
+/// heads of its message and of its envelope, it fits into an HTTP/2 frame of 64 KiB. Larger parts need fewer
+/// messages, but more frames for each.
+pub const LARGE_CHUNK: usize = 64 * 1024 - 64;
+
 /// Field numbers of `grpctool.HttpRequest` and `grpctool.HttpResponse`.
 pub mod field {
     /// The head.

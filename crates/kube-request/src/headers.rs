@@ -15,14 +15,14 @@ pub fn canonical(name: &str) -> String {
     if !name.bytes().all(is_token) {
         return name.to_owned();
     }
+    let mut written = String::with_capacity(name.len());
     let mut is_first = true;
-    name.chars()
-        .map(|c| {
-            let written = if is_first { c.to_ascii_uppercase() } else { c.to_ascii_lowercase() };
-            is_first = c == '-';
-            written
-        })
-        .collect()
+    for byte in name.bytes() {
+        let byte = if is_first { byte.to_ascii_uppercase() } else { byte.to_ascii_lowercase() };
+        is_first = byte == b'-';
+        written.push(char::from(byte));
+    }
+    written
 }
 
 /// Whether a name, in any case, is that of a header by which a request impersonates a user.
@@ -67,11 +67,23 @@ pub fn remove_hop_by_hop_of_answer(headers: &mut HeaderMap) {
     remove_named(headers);
 }
 
+/// Returns which headers of a message concern one connection only, by their names in lower case: also those
+/// that `Connection` names.
+pub fn of_connection(headers: &HeaderMap) -> impl Fn(&str) -> bool {
+    let named = named(headers);
+    move |name| is_hop_by_hop(name) || named.contains(name)
+}
+
 /// Returns the names in `Connection`, in lower case.
-fn remove_named(headers: &mut HeaderMap) -> BTreeSet<String> {
-    let named: BTreeSet<String> = tokens(headers, &header::CONNECTION)
+fn named(headers: &HeaderMap) -> BTreeSet<String> {
+    tokens(headers, &header::CONNECTION)
         .map(|name| String::from_utf8_lossy(name).to_ascii_lowercase())
-        .collect();
+        .collect()
+}
+
+/// Removes what concerns one connection only. Returns the names in `Connection`, in lower case.
+fn remove_named(headers: &mut HeaderMap) -> BTreeSet<String> {
+    let named = named(headers);
     remove(headers, |name| is_hop_by_hop(name) || named.contains(name));
     named
 }

@@ -20,8 +20,6 @@ use grpc::{BoxError, Code, Outcome, Status};
 use http_body::{Body, Frame, SizeHint};
 use http_tunnel::field;
 use kube_request::Kind;
-use prost::Message as _;
-use proto::gitlab::agent::grpctool::http_response;
 use routing::router::Answering;
 use tokio::time::{Instant, Sleep};
 use tunnel::frame::{Decoder, Event};
@@ -67,18 +65,16 @@ impl Reader {
         Self { body, decoder, has_trailer: false, is_upgraded: false }
     }
 
-    /// Reads the head of the answer.
+    /// Reads the head of the answer, an encoded `grpctool.HttpResponse.Header`.
     ///
     /// # Errors
     /// The status of the request, or that of a broken protocol.
     ///
     /// # Cancel safety
     /// Cancel safe; dropping the reader cancels the request.
-    pub(crate) async fn head(&mut self) -> Result<http_response::Header, Status> {
+    pub(crate) async fn head(&mut self) -> Result<Bytes, Status> {
         match std::future::poll_fn(|cx| self.poll(cx)).await? {
-            Next::Head(head) => {
-                http_response::Header::decode(head).map_err(|_| broken("its head cannot be read"))
-            }
+            Next::Head(head) => Ok(head),
             Next::Data(_) | Next::Complete => Err(broken("it has no head")),
         }
     }

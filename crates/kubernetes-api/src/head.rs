@@ -1,13 +1,11 @@
 //! The head of an answer: which headers of the API server reach the client, and which kas adds.
 
-use std::collections::BTreeMap;
-
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use kube_request::{
     Kind, Upgrade,
     headers::{AnswerHeaders, location, remove_hop_by_hop_of_answer},
 };
-use proto::gitlab::agent::{grpctool::http_response, prototool::Values};
+use tunnel::protobuf::{Entry, Fields, Malformed};
 
 /// Headers that keep a browser from treating content of a cluster as a page of this site.
 const SANDBOX: [(HeaderName, HeaderValue); 3] = [
@@ -32,24 +30,20 @@ pub(crate) struct AnswerHead {
 }
 
 impl AnswerHead {
-    /// Reads the head. Values that HTTP does not allow are dropped. `upgrade`: the protocol that the request
-    /// asked for, to which the API server may have switched.
+    /// Reads the head, an encoded `grpctool.HttpResponse.Header`. Values that HTTP does not allow are dropped.
+    /// `upgrade`: the protocol that the request asked for, to which the API server may have switched.
     ///
     /// # Errors
     /// What is wrong with it, if no client could use the answer.
-    pub(crate) fn read(
-        message: http_response::Header,
-        upgrade: Option<Upgrade>,
-    ) -> Result<Self, &'static str> {
-        let response = message.response.ok_or("it has no status")?;
-        let status = u16::try_from(response.status_code)
-            .ok()
+    pub(crate) fn read(message: &[u8], upgrade: Option<Upgrade>) -> Result<Self, &'static str> {
+        let (code, mut headers) = fields(message).map_err(|_| "it cannot be read")?;
+        let status = code
+            .and_then(|code| u16::try_from(code).ok())
             .and_then(|code| StatusCode::from_u16(code).ok())
             .filter(|status| {
                 !status.is_informational() || upgrade.is_some() && *status == StatusCode::SWITCHING_PROTOCOLS
             })
             .ok_or("it has no final status")?;
-        let mut headers = fields(response.header);
         let switched = match upgrade {
             Some(_) if status == StatusCode::SWITCHING_PROTOCOLS => {
                 if Upgrade::requested(&headers) != upgrade {
@@ -124,17 +118,32 @@ pub(crate) fn complete(headers: &mut HeaderMap, id: HeaderValue, server: &Header
     }
 }
 
-fn fields(map: BTreeMap<String, Values>) -> HeaderMap {
-    let mut headers = HeaderMap::with_capacity(map.len());
-    for (name, values) in map {
-        let Ok(name) = HeaderName::from_bytes(name.as_bytes()) else { continue };
-        for value in values.value {
-            if let Ok(value) = HeaderValue::from_bytes(value.as_bytes()) {
-                headers.append(&name, value);
+/// Returns the status code and the headers of an encoded `grpctool.HttpResponse.Header`.
+fn fields(message: &[u8]) -> Result<(Option<u64>, HeaderMap), Malformed> {
+    let mut code = None;
+    let mut headers = HeaderMap::new();
+    for field in Fields::of(message) {
+        let (1, response) = field? else { continue };
+        // A `prototool.HttpResponse`.
+        for field in Fields::of(response.bytes()?) {
+            match field? {
+                (1, value) => code = Some(value.number()?),
+                (3, entry) => append(Entry::read(entry)?, &mut headers),
+                _ => {}
             }
         }
     }
-    headers
+    Ok((code, headers))
+}
+
+/// Adds the values of a header that HTTP allows.
+fn append(entry: Entry<'_>, headers: &mut HeaderMap) {
+    let Ok(name) = HeaderName::from_bytes(entry.key.as_bytes()) else { return };
+    for value in entry.values() {
+        if let Ok(value) = HeaderValue::from_bytes(value.as_bytes()) {
+            headers.append(&name, value);
+        }
+    }
 }
 
 /// Returns the announced length. All values must be the same number.
@@ -156,11 +165,15 @@ fn length(headers: &HeaderMap) -> Result<Option<u64>, &'static str> {
 
 #[cfg(test)]
 mod tests {
-    use proto::gitlab::agent::prototool::HttpResponse;
+    use prost::Message as _;
+    use proto::gitlab::agent::{
+        grpctool::http_response,
+        prototool::{HttpResponse, Values},
+    };
 
     use super::*;
 
-    fn message(code: i32, headers: &[(&str, &[&str])]) -> http_response::Header {
+    fn message(code: i32, headers: &[(&str, &[&str])]) -> Vec<u8> {
         let header = headers
             .iter()
             .map(|(name, values)| {
@@ -171,10 +184,11 @@ mod tests {
         http_response::Header {
             response: Some(HttpResponse { status_code: code, status: String::new(), header }),
         }
+        .encode_to_vec()
     }
 
     fn read(code: i32, headers: &[(&str, &[&str])]) -> Result<AnswerHead, &'static str> {
-        AnswerHead::read(message(code, headers), None)
+        AnswerHead::read(&message(code, headers), None)
     }
 
     #[test]
@@ -250,7 +264,7 @@ mod tests {
         for code in [0, -1, 99, 100, 101, 1000, i32::MAX] {
             assert!(read(code, &[]).is_err(), "{code}");
         }
-        assert!(AnswerHead::read(http_response::Header { response: None }, None).is_err());
+        assert!(AnswerHead::read(&[], None).is_err() && AnswerHead::read(&[0x0a, 9], None).is_err());
         let bodiless = |code, method: &Method| read(code, &[]).unwrap().is_bodiless(method);
         assert!(
             bodiless(204, &Method::DELETE) && bodiless(304, &Method::GET) && bodiless(200, &Method::HEAD)
@@ -270,7 +284,7 @@ mod tests {
             ("Content-Length", &["0"]),
             ("Set-Cookie", &["a=b"]),
         ];
-        let read = |headers: &[_], upgrade| AnswerHead::read(message(101, headers), upgrade);
+        let read = |headers: &[_], upgrade| AnswerHead::read(&message(101, headers), upgrade);
         let head = read(&websocket, Some(Upgrade::WebSocket)).unwrap();
         let headers = head.for_client(&AnswerHeaders::default(), "", Kind::Upgrade);
         let mut seen: Vec<_> =
@@ -291,7 +305,7 @@ mod tests {
         assert!(read(&[], Some(Upgrade::WebSocket)).is_err());
         assert!(read(&[("Upgrade", &["websocket"])], Some(Upgrade::WebSocket)).is_err(), "not by Connection");
         // Headers of a switch are not passed on with another status.
-        let refused = AnswerHead::read(message(403, &websocket), Some(Upgrade::WebSocket)).unwrap();
+        let refused = AnswerHead::read(&message(403, &websocket), Some(Upgrade::WebSocket)).unwrap();
         assert!(refused.switched.is_none());
         let headers = refused.for_client(&AnswerHeaders::default(), "", Kind::Upgrade);
         assert!(!headers.contains_key("sec-websocket-accept") && !headers.contains_key("upgrade"));

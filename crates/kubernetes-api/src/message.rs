@@ -1,33 +1,47 @@
 //! The first message of a request to an agent: its head.
 
-use std::collections::BTreeMap;
-
-use bytes::Bytes;
+use bytes::{BufMut as _, BytesMut};
 use callers::Impersonation;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use kube_request::{RequestInfo, Target, Upgrade, headers::canonical};
 use observe::audit::Rule;
 use prost::Message as _;
-use proto::gitlab::agent::{
-    grpctool::http_request::Header,
-    kubernetes_api::rpc::{ExtraKeyVal, HeaderExtra, ImpersonationConfig},
-    prototool::{HttpRequest, Values},
+use proto::gitlab::agent::kubernetes_api::rpc::{ExtraKeyVal, HeaderExtra, ImpersonationConfig};
+use tunnel::{
+    features::Features,
+    frame,
+    protobuf::{put_entry, put_field, put_varint},
 };
-use tunnel::{features::Features, frame};
 
 use crate::{failure::Failure, request_id::RequestId};
 
 const AUDIT_ID: HeaderName = HeaderName::from_static("audit-id");
+/// The headers of the trace context.
+const CONTEXT: [HeaderName; 2] =
+    [HeaderName::from_static("traceparent"), HeaderName::from_static("tracestate")];
 /// Bytes that a head may grow by when the context of the request's span replaces that of the client: the
 /// field `traceparent` with 55 characters, an empty `tracestate`, and what encodes them.
-const CONTEXT: usize = 128;
+const CONTEXT_GROWTH: usize = 128;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The head of a request, for any agentk.
+/// Numbers of the fields of a `prototool.HttpRequest`.
+mod request {
+    pub(super) const METHOD: u32 = 1;
+    pub(super) const HEADER: u32 = 2;
+    pub(super) const URL_PATH: u32 = 3;
+    pub(super) const QUERY: u32 = 4;
+}
+
+/// The head of a request, for any agentk: a `grpctool.HttpRequest.Header`.
 #[derive(Debug)]
 pub(crate) struct RequestHead {
-    /// Without the target.
-    header: Header,
+    /// The first fields of a `prototool.HttpRequest`, encoded: the method and the headers, without `context`.
+    request: BytesMut,
+    /// The headers of the trace context.
+    context: HeaderMap,
+    /// The field `extra`, encoded.
+    extra: Option<Vec<u8>>,
+    content_length: i64,
     target: Target,
     /// The client sent no `Accept-Encoding`.
     encodes_freely: bool,
@@ -57,30 +71,38 @@ impl RequestHead {
     /// If a header is not text, or the head is too large for the tunnel's protocol.
     pub(crate) fn new(parts: HeadParts<'_>) -> Result<(Self, Features), Failure> {
         let HeadParts { method, target, info, headers, content_length, impersonation, upgrade, id } = parts;
-        let mut fields = fields(headers)?;
-        let one = |value: String| Values { value: vec![value] };
-        fields.insert(canonical(AUDIT_ID.as_str()), one(id.audit_id()));
-        fields.insert(canonical(REQUEST_ID.as_str()), one(id.as_str().to_owned()));
-        if let Some(upgrade) = upgrade {
-            fields.insert(canonical(header::CONNECTION.as_str()), one("upgrade".to_owned()));
-            fields.insert(canonical(header::UPGRADE.as_str()), one(upgrade.token().to_owned()));
+        let mut request = BytesMut::with_capacity(1024);
+        put_field(request::METHOD, method.as_str().as_bytes(), &mut request);
+        let mut context = HeaderMap::new();
+        for name in headers.keys() {
+            let values = headers.get_all(name);
+            if values.iter().any(|value| std::str::from_utf8(value.as_bytes()).is_err()) {
+                return Err(Failure::malformed(format!("the header {name} is not UTF-8")));
+            }
+            if CONTEXT.contains(name) {
+                context.extend(values.iter().map(|value| (name.clone(), value.clone())));
+            } else if !is_replaced(name, upgrade) {
+                put_header(name, headers, &mut request);
+            }
         }
-        let header = Header {
-            request: Some(HttpRequest {
-                method: method.as_str().to_owned(),
-                header: fields,
-                ..HttpRequest::default()
-            }),
+        put_text(&AUDIT_ID, &id.audit_id(), &mut request);
+        put_text(&REQUEST_ID, id.as_str(), &mut request);
+        if let Some(upgrade) = upgrade {
+            put_text(&header::CONNECTION, "upgrade", &mut request);
+            put_text(&header::UPGRADE, upgrade.token(), &mut request);
+        }
+        let head = Self {
+            request,
+            context,
             extra: impersonation.map(extra),
             // No body can be that long.
-            content_length: Some(
-                content_length.map_or(-1, |length| i64::try_from(length).unwrap_or(i64::MAX)),
-            ),
-            target: Bytes::new(),
+            content_length: content_length.map_or(-1, |length| i64::try_from(length).unwrap_or(i64::MAX)),
+            target,
+            encodes_freely: !headers.contains_key(header::ACCEPT_ENCODING),
         };
-        let head = Self { header, target, encodes_freely: !headers.contains_key(header::ACCEPT_ENCODING) };
         // Both forms have a limit, and one of them is chosen with the agentk.
-        let fits = |features| head.message(features).encoded_len() + CONTEXT <= frame::MAX_CONTROL;
+        let fits =
+            |features| head.is_small() || head.encode(features).len() + CONTEXT_GROWTH <= frame::MAX_CONTROL;
         if !fits(Features::TARGET) {
             return Err(Failure::refused(
                 Rule::Form,
@@ -95,55 +117,77 @@ impl RequestHead {
         Ok((head, needs))
     }
 
-    /// Replaces headers by these, which are text.
-    pub(crate) fn replace(&mut self, headers: &HeaderMap) {
-        let Some(request) = &mut self.header.request else { return };
-        for (name, value) in headers {
-            let value = String::from_utf8_lossy(value.as_bytes()).into_owned();
-            request.header.insert(canonical(name.as_str()), Values { value: vec![value] });
-        }
+    /// Whether every form is far below the limit, so that it need not be encoded to find out.
+    fn is_small(&self) -> bool {
+        // A parameter of one letter and its separator takes 14 bytes as decoded fields.
+        const GROWTH: usize = 8;
+        let context: usize =
+            self.context.iter().map(|(name, value)| name.as_str().len() + value.len() + 16).sum();
+        let extra = self.extra.as_ref().map_or(0, Vec::len);
+        let target = self.target.as_sent().as_str().len();
+        self.request.len() + context + extra + GROWTH * target + 512 <= frame::MAX_CONTROL
+    }
+
+    /// Replaces the trace context by this one, which is text.
+    pub(crate) fn replace_context(&mut self, context: HeaderMap) {
+        self.context = context;
     }
 
     /// Returns the encoded head for an agentk that supports `features`.
-    pub(crate) fn encode(&self, features: Features) -> Vec<u8> {
-        self.message(features).encode_to_vec()
-    }
-
-    fn message(&self, features: Features) -> Header {
-        let mut header = self.header.clone();
-        if features.contains(Features::TARGET) {
-            header.target = Bytes::copy_from_slice(self.target.as_sent().as_str().as_bytes());
-        } else if let Some(request) = &mut header.request {
-            request.url_path = self.target.path().to_owned();
-            request.query =
-                self.target.query_values().into_iter().map(|(key, value)| (key, Values { value })).collect();
+    pub(crate) fn encode(&self, features: Features) -> BytesMut {
+        let mut request = self.request.clone();
+        for name in self.context.keys() {
+            put_header(name, &self.context, &mut request);
+        }
+        let has_target = features.contains(Features::TARGET);
+        if !has_target {
+            put_field(request::URL_PATH, self.target.path().as_bytes(), &mut request);
+            for (key, values) in self.target.query_values() {
+                put_entry(request::QUERY, &key, || values.iter().map(String::as_bytes), &mut request);
+            }
             if self.encodes_freely {
                 // Go asks for gzip otherwise, and sends the answer without it.
-                let identity = Values { value: vec!["identity".to_owned()] };
-                request.header.insert(canonical(header::ACCEPT_ENCODING.as_str()), identity);
+                put_text(&header::ACCEPT_ENCODING, "identity", &mut request);
             }
         }
-        header
+        let target = self.target.as_sent().as_str().as_bytes();
+        let mut head = BytesMut::with_capacity(request.len() + target.len() + 256);
+        put_field(1, &request, &mut head);
+        if let Some(extra) = &self.extra {
+            put_field(2, extra, &mut head);
+        }
+        // A number: the tag is the field's number times eight. -1 is encoded as its two's complement.
+        put_varint(3 << 3, &mut head);
+        put_varint(self.content_length.cast_unsigned(), &mut head);
+        if has_target {
+            put_varint(1000 << 3 | 2, &mut head);
+            put_varint(target.len() as u64, &mut head);
+            head.put_slice(target);
+        }
+        head
     }
 }
 
-/// Returns headers by their canonical names, which GitLab's agents look for.
-fn fields(headers: &HeaderMap) -> Result<BTreeMap<String, Values>, Failure> {
-    let mut fields = BTreeMap::new();
-    for name in headers.keys() {
-        let text = |value: &HeaderValue| {
-            std::str::from_utf8(value.as_bytes())
-                .map(str::to_owned)
-                .map_err(|_| Failure::malformed(format!("the header {name} is not UTF-8")))
-        };
-        let value = headers.get_all(name).iter().map(text).collect::<Result<_, _>>()?;
-        fields.insert(canonical(name.as_str()), Values { value });
-    }
-    Ok(fields)
+/// Whether the head has a value of its own for a header, instead of the client's.
+fn is_replaced(name: &HeaderName, upgrade: Option<Upgrade>) -> bool {
+    *name == AUDIT_ID
+        || *name == REQUEST_ID
+        || upgrade.is_some() && (*name == header::CONNECTION || *name == header::UPGRADE)
+}
+
+/// Writes a header by its canonical name, which GitLab's agents look for.
+fn put_header(name: &HeaderName, headers: &HeaderMap, out: &mut BytesMut) {
+    let values = headers.get_all(name);
+    let key = canonical(name.as_str());
+    put_entry(request::HEADER, &key, || values.iter().map(HeaderValue::as_bytes), out);
+}
+
+fn put_text(name: &HeaderName, value: &str, out: &mut BytesMut) {
+    put_entry(request::HEADER, &canonical(name.as_str()), || std::iter::once(value.as_bytes()), out);
 }
 
 /// Returns the field by which agentk impersonates.
-fn extra(impersonation: &Impersonation) -> prost_types::Any {
+fn extra(impersonation: &Impersonation) -> Vec<u8> {
     let Impersonation { username, groups, uid, extra } = impersonation;
     let config = ImpersonationConfig {
         username: username.clone(),
@@ -155,10 +199,13 @@ fn extra(impersonation: &Impersonation) -> prost_types::Any {
         type_url: http_tunnel::HEADER_EXTRA.to_owned(),
         value: HeaderExtra { imp_config: Some(config) }.encode_to_vec(),
     }
+    .encode_to_vec()
 }
 
 #[cfg(test)]
 mod tests {
+    use proto::gitlab::agent::grpctool::http_request::Header;
+
     use super::*;
 
     fn head(
@@ -185,7 +232,7 @@ mod tests {
     }
 
     fn decoded(head: &RequestHead, features: Features) -> Header {
-        Header::decode(head.encode(features).as_slice()).unwrap()
+        Header::decode(head.encode(features)).unwrap()
     }
 
     #[test]
@@ -322,12 +369,24 @@ mod tests {
             let Ok((mut head, _)) = of([(HeaderName::from_static("x"), value)].into_iter().collect()) else {
                 continue;
             };
-            head.replace(&context);
+            head.replace_context(context.clone());
             let encoded = head.encode(Features::TARGET).len();
             assert!(encoded <= frame::MAX_CONTROL, "{length}: {encoded}");
             largest = largest.max(encoded);
         }
         assert!(largest > frame::MAX_CONTROL - 64, "{largest}");
+    }
+
+    #[test]
+    fn a_small_head_has_no_form_that_is_too_large() {
+        for target in [format!("/?{}", "a&".repeat(500)), format!("/{}", "%41".repeat(900))] {
+            let (head, _) = head(&target, &[("traceparent", "00-1-2-01")], None).unwrap();
+            assert!(head.is_small());
+            for features in [Features::NONE, Features::TARGET] {
+                let encoded = head.encode(features).len();
+                assert!(encoded <= head.request.len() + 8 * target.len() + 512, "{encoded}");
+            }
+        }
     }
 
     #[test]

@@ -24,7 +24,6 @@ use observe::{
     refusals::{ListenerName, Reason},
     refused_callers::RefusedCaller,
 };
-use proto::gitlab::agent::grpctool::http_response;
 use routing::router::{AgentRequest, ChosenAgentk, RouteTrace};
 use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
@@ -301,7 +300,7 @@ impl KubernetesApi {
         about.is_allowed = true;
         (self.allowed)(&authorized);
         let context = context_of(&parts.headers, &about.record);
-        message.replace(&context);
+        message.replace_context(context.clone());
         let request = Allowed {
             agent,
             kind,
@@ -513,7 +512,7 @@ impl KubernetesApi {
                 },
             }
         };
-        let answered = answered.map(|(head, reader)| (AnswerHead::read(head, upgrade), reader));
+        let answered = answered.map(|(head, reader)| (AnswerHead::read(&head, upgrade), reader));
         if !matches!(&answered, Ok((Ok(AnswerHead { switched: Some(_), .. }), _))) {
             // GitLab's agents end an answer that refuses the upgrade only after the request.
             link.end();
@@ -578,7 +577,7 @@ impl KubernetesApi {
     }
 
     /// Sends a request and reads the head of its answer.
-    async fn exchange(&self, request: AgentRequest) -> Result<(http_response::Header, Reader), Status> {
+    async fn exchange(&self, request: AgentRequest) -> Result<(Bytes, Reader), Status> {
         let answer = self.router.route(request).await?;
         match answer.head {
             Head::Headers(_) => {

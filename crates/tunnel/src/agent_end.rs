@@ -299,7 +299,12 @@ impl AgentBody {
         match got {
             Got::End => Action::HalfClose,
             Got::Event(Event::Control { field: response::REQUEST_INFO, body }) => {
-                let Ok(info) = rpc::RequestInfo::decode(body) else {
+                let binary = match mode {
+                    Mode::Reusable => Binary::Base64,
+                    Mode::OneShot => Binary::Raw,
+                };
+                let info = meta::read_request_info(&body, binary, meta::passes_to_handler);
+                let Ok((method, headers)) = info else {
                     return Action::Broken("a malformed request_info".into());
                 };
                 stream.closed = false;
@@ -307,7 +312,7 @@ impl AgentBody {
                 let serial = core.request;
                 drop(core);
                 shared.observer.progress(Progress::Busy);
-                self.state = State::Called(self.call(info, serial, mode));
+                self.state = State::Called(self.call(method, headers, serial, mode));
                 Action::Continue
             }
             Got::Event(Event::Control { field: response::CLOSE_SEND, .. }) if mode == Mode::Reusable => {
@@ -319,13 +324,7 @@ impl AgentBody {
         }
     }
 
-    fn call(&self, info: rpc::RequestInfo, serial: u64, mode: Mode) -> Answer {
-        let binary = match mode {
-            Mode::Reusable => Binary::Base64,
-            Mode::OneShot => Binary::Raw,
-        };
-        let mut headers = HeaderMap::new();
-        meta::read_map(&info.meta, binary, meta::passes_to_handler, &mut headers);
+    fn call(&self, method: &str, mut headers: HeaderMap, serial: u64, mode: Mode) -> Answer {
         let body = RequestBody {
             shared: Arc::clone(&self.shared),
             serial,
@@ -334,8 +333,8 @@ impl AgentBody {
             ended: false,
         };
         let mut request = Request::new(grpc::boxed(body));
-        let Ok(uri) = http::Uri::try_from(info.method_name.as_str()) else {
-            let status = Status::new(Code::Unimplemented, format!("unknown method {}", info.method_name));
+        let Ok(uri) = http::Uri::try_from(method) else {
+            let status = Status::new(Code::Unimplemented, format!("unknown method {method}"));
             return Box::pin(std::future::ready(status.into_response()));
         };
         *request.method_mut() = http::Method::POST;

@@ -10,6 +10,8 @@
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use grpc::{PREFIX_LEN, gzip};
 
+use crate::protobuf::{put_tag, put_varint, varint_len};
+
 /// Largest size of a control field in bytes: headers of 16 KiB, with room for their keys and a status.
 pub const MAX_CONTROL: usize = 64 * 1024;
 
@@ -117,24 +119,6 @@ pub fn put_control(field: u32, body: &[u8], out: &mut BytesMut) {
     put_tag(field, out);
     put_varint(body.len() as u64, out);
     out.put_slice(body);
-}
-
-/// Writes the tag of a length-delimited field with a number below 16.
-pub(crate) fn put_tag(field: u32, out: &mut BytesMut) {
-    debug_assert!(field < 16);
-    out.put_u8((field as u8) << 3 | 2);
-}
-
-pub(crate) fn put_varint(mut n: u64, out: &mut BytesMut) {
-    while n >= 0x80 {
-        out.put_u8(n as u8 | 0x80);
-        n >>= 7;
-    }
-    out.put_u8(n as u8);
-}
-
-pub(crate) fn varint_len(n: u64) -> u64 {
-    u64::from((64 - (n | 1).leading_zeros()).div_ceil(7))
 }
 
 /// Decodes envelopes.

@@ -14,6 +14,7 @@ pub mod features;
 pub mod frame;
 pub mod kas_end;
 pub mod meta;
+pub mod protobuf;
 pub mod state;
 
 /// The header in which agentk offers a feature of the tunnel (request metadata), and in which kas accepts it

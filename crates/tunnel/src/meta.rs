@@ -4,18 +4,18 @@
 //! keys are base64, and maps of this project hold them so. The maps of GitLab's agents hold the decoded
 //! bytes, which works only for valid UTF-8.
 
-use std::collections::BTreeMap;
-
 use base64::{
     Engine as _,
     alphabet::STANDARD,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
 };
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue};
-use proto::gitlab::agent::prototool::Values;
 
-use crate::frame::{put_control, put_tag, put_varint, varint_len};
+use crate::{
+    frame::put_control,
+    protobuf::{Entry, Fields, Malformed, put_entry, put_field},
+};
 
 /// Largest number of keys in one map.
 pub const MAX_KEYS: usize = 64;
@@ -86,9 +86,7 @@ impl MapWriter {
     /// Starts a `RequestInfo` for the full path `method`.
     pub fn request_info(method: &str, binary: Binary) -> Self {
         let mut out = BytesMut::with_capacity(256);
-        put_tag(1, &mut out);
-        put_varint(method.len() as u64, &mut out);
-        out.put_slice(method.as_bytes());
+        put_field(1, method.as_bytes(), &mut out);
         Self { out, field: 2, binary, keys: 0, bytes: 0 }
     }
 
@@ -153,60 +151,92 @@ impl MapWriter {
     }
 
     fn entry<'a, I: Iterator<Item = &'a [u8]>>(&mut self, key: &str, values: impl Fn() -> I) {
-        let field = |len: usize| 1 + varint_len(len as u64) + len as u64;
-        let inner: u64 = values().map(|v| field(v.len())).sum();
-        let entry = field(key.len()) + 1 + varint_len(inner) + inner;
-        put_tag(self.field, &mut self.out);
-        put_varint(entry, &mut self.out);
-        put_tag(1, &mut self.out);
-        put_varint(key.len() as u64, &mut self.out);
-        self.out.put_slice(key.as_bytes());
-        put_tag(2, &mut self.out);
-        put_varint(inner, &mut self.out);
-        for value in values() {
-            put_tag(1, &mut self.out);
-            put_varint(value.len() as u64, &mut self.out);
-            self.out.put_slice(value);
-        }
+        put_entry(self.field, key, values, &mut self.out);
     }
 }
 
-/// Reads a map into headers, with the keys for which `keep` is true. Returns how many values were dropped
-/// because they or their keys are illegal. It never fails: an answer loses what cannot be passed on.
+/// The method and the metadata of a request, from a `RequestInfo`. Metadata with illegal values is dropped.
+///
+/// # Errors
+/// If it is malformed.
+pub fn read_request_info(
+    message: &[u8],
+    binary: Binary,
+    keep: impl Fn(&str) -> bool,
+) -> Result<(&str, HeaderMap), Malformed> {
+    let mut method = "";
+    let mut headers = HeaderMap::new();
+    let mut reader = MapReader::new(binary, keep, &mut headers);
+    for field in Fields::of(message) {
+        match field? {
+            (1, value) => method = value.text()?,
+            (2, entry) => reader.add(Entry::read(entry)?),
+            _ => {}
+        }
+    }
+    Ok((method, headers))
+}
+
+/// Adds the map of a header or a trailer to headers, with the keys for which `keep` is true. Returns how many
+/// values were dropped because they or their keys are illegal: an answer loses what cannot be passed on.
+///
+/// # Errors
+/// If it is malformed.
 pub fn read_map(
-    map: &BTreeMap<String, Values>,
+    message: &[u8],
     binary: Binary,
     keep: impl Fn(&str) -> bool,
     headers: &mut HeaderMap,
-) -> usize {
-    let mut dropped = 0;
-    let mut bytes = 0;
-    for (index, (key, values)) in map.iter().enumerate() {
+) -> Result<usize, Malformed> {
+    let mut reader = MapReader::new(binary, keep, headers);
+    for field in Fields::of(message) {
+        if let (1, entry) = field? {
+            reader.add(Entry::read(entry)?);
+        }
+    }
+    Ok(reader.dropped)
+}
+
+struct MapReader<'a, K> {
+    binary: Binary,
+    keep: K,
+    headers: &'a mut HeaderMap,
+    keys: usize,
+    bytes: usize,
+    dropped: usize,
+}
+
+impl<'a, K: Fn(&str) -> bool> MapReader<'a, K> {
+    fn new(binary: Binary, keep: K, headers: &'a mut HeaderMap) -> Self {
+        Self { binary, keep, headers, keys: 0, bytes: 0, dropped: 0 }
+    }
+
+    fn add(&mut self, entry: Entry<'_>) {
+        self.keys += 1;
         // HTTP/2 has lower case keys. Agents may use the canonical form of their language.
-        let lower = key.to_ascii_lowercase();
-        if !keep(&lower) {
-            continue;
+        let lower = entry.key.to_ascii_lowercase();
+        if !(self.keep)(&lower) {
+            return;
         }
         let Ok(name) = HeaderName::from_bytes(lower.as_bytes()) else {
-            dropped += values.value.len();
-            continue;
+            self.dropped += entry.values().count();
+            return;
         };
-        for value in &values.value {
-            bytes += name.as_str().len() + value.len();
-            let value = if binary == Binary::Raw && name.as_str().ends_with("-bin") {
+        for value in entry.values() {
+            self.bytes += name.as_str().len() + value.len();
+            let value = if self.binary == Binary::Raw && name.as_str().ends_with("-bin") {
                 HeaderValue::from_str(&BASE64.encode(value))
             } else {
                 HeaderValue::from_str(value)
             };
             match value {
-                Ok(value) if index < MAX_KEYS && bytes <= MAX_BYTES => {
-                    headers.append(name.clone(), value);
+                Ok(value) if self.keys <= MAX_KEYS && self.bytes <= MAX_BYTES => {
+                    self.headers.append(name.clone(), value);
                 }
-                _ => dropped += 1,
+                _ => self.dropped += 1,
             }
         }
     }
-    dropped
 }
 
 /// Whether a key of an agent's answer is passed on to the caller.
@@ -228,7 +258,10 @@ pub fn passes_to_tunnel(key: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use prost::Message as _;
-    use proto::gitlab::agent::reverse_tunnel::rpc::RequestInfo;
+    use proto::gitlab::agent::{
+        prototool::Values,
+        reverse_tunnel::rpc::{Header, RequestInfo},
+    };
 
     use super::*;
 
@@ -267,7 +300,7 @@ mod tests {
     #[test]
     fn answers_lose_keys_that_an_agent_may_not_set() {
         let values = |v: &str| Values { value: vec![v.to_owned()] };
-        let map: BTreeMap<_, _> = [
+        let meta = [
             (":status", "200"),
             ("grpc-status", "0"),
             ("kas-replica", "x"),
@@ -282,8 +315,9 @@ mod tests {
         .into_iter()
         .map(|(k, v)| (k.to_owned(), values(v)))
         .collect();
+        let message = Header { meta }.encode_to_vec();
         let mut headers = HeaderMap::new();
-        assert_eq!(read_map(&map, Binary::Raw, passes_to_caller, &mut headers), 2);
+        assert_eq!(read_map(&message, Binary::Raw, passes_to_caller, &mut headers), Ok(2));
         assert_eq!(headers.len(), 2);
         assert_eq!(headers["app"], "kept");
         assert_eq!(headers["some-bin"], "cmF3");

@@ -107,7 +107,8 @@ impl Connections {
         loop {
             let (mut connection, used) = match self.take() {
                 Some(connection) => (connection, true),
-                None => (self.open().await?, false),
+                // Rare, and large, so it must not be a part of every request's future.
+                None => (Box::pin(self.open()).await?, false),
             };
             match connection.send(request).await {
                 Ok(response) => {

@@ -62,15 +62,8 @@ impl Credentials {
             Self::None => Ok(None),
             Self::Token(value) => Ok(Some(value.clone())),
             Self::File(file) => Ok(Some(file.header())),
-            Self::Plugin(client) => match client.send(Request::new(kube::client::Body::empty())).await {
-                Ok(mut answer) => Ok(answer.headers_mut().remove(header::AUTHORIZATION)),
-                Err(kube::Error::Service(error)) => Err(match error.downcast_ref::<AuthError>() {
-                    Some(error) => without_output(error).into(),
-                    None => error,
-                }),
-                Err(kube::Error::Auth(error)) => Err(without_output(&error).into()),
-                Err(error) => Err(error.into()),
-            },
+            // Large, and most configurations have none.
+            Self::Plugin(client) => Box::pin(of_plugin(client)).await,
         }
     }
 
@@ -79,6 +72,18 @@ impl Credentials {
         if let Self::File(file) = self {
             file.token().checked = None;
         }
+    }
+}
+
+async fn of_plugin(client: &kube::Client) -> Result<Option<HeaderValue>, BoxError> {
+    match client.send(Request::new(kube::client::Body::empty())).await {
+        Ok(mut answer) => Ok(answer.headers_mut().remove(header::AUTHORIZATION)),
+        Err(kube::Error::Service(error)) => Err(match error.downcast_ref::<AuthError>() {
+            Some(error) => without_output(error).into(),
+            None => error,
+        }),
+        Err(kube::Error::Auth(error)) => Err(without_output(&error).into()),
+        Err(error) => Err(error.into()),
     }
 }
 

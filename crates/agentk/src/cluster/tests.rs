@@ -7,6 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use bytes::Bytes;
+use http::Request;
 use secrecy::ExposeSecret as _;
 use tempfile::TempDir;
 
@@ -15,6 +17,7 @@ use super::{
     credentials::{Credentials, TOKEN_AGE, TokenFile},
     *,
 };
+use crate::module::{Module as _, kubernetes_api::KubernetesApi};
 
 fn environment(entries: &[(&str, &Path)]) -> impl Fn(&str) -> Option<OsString> + use<> {
     let entries: Vec<(String, OsString)> =
@@ -285,4 +288,16 @@ async fn server_flag_of_kubectl_needs_no_kubeconfig() {
         let error = flags(wrong).expect_err("the flags conflict").to_string();
         assert!(!error.contains("s3cret"), "{error}");
     }
+}
+
+/// Rare parts of a request, such as opening a connection, have futures of their own. Otherwise each request
+/// moves and keeps what they need.
+#[test]
+fn the_future_of_a_request_is_small() {
+    let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+    let api = ApiServer::new(&config, "a test".to_owned()).unwrap();
+    let module = KubernetesApi::new(api, "v", "c");
+    let answer = module.call(Request::new(grpc::full(Bytes::new())));
+    let size = std::mem::size_of_val(&*answer);
+    assert!(size <= 4 * 1024, "{size} bytes");
 }

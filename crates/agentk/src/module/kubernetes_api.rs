@@ -23,8 +23,8 @@ use grpc::{BoxError, Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, response};
 use http_body::{Body, Frame};
 use http_tunnel::{
-    MAX_CHUNK,
-    agent_end::{LARGE_CHUNK, RequestStream, ResponseEncoder, read_request},
+    LARGE_CHUNK, MAX_CHUNK,
+    agent_end::{RequestStream, ResponseEncoder, read_request},
 };
 use kube_request::Upgrade;
 use process::error::chain;
@@ -124,7 +124,8 @@ impl KubernetesApi {
                 answered.map(UpgradeAnswer::Refused)
             }
             Some(protocol) => {
-                let sending = self.api.upgrade(request, protocol);
+                // Rare, and large.
+                let sending = Box::pin(self.api.upgrade(request, protocol));
                 answered(sending, &mut timer, &stream, &mut request_ended).await
             }
         };
@@ -145,7 +146,15 @@ impl KubernetesApi {
                 let (parts, ()) = response.into_parts();
                 note_answer(&method, &parts, span.as_mut(), entry.as_mut());
                 let open = self.upgrades.enter();
-                grpc::boxed(Switched::new(&parts, stream, upstream, timer, Records { span, entry }, open)?)
+                grpc::boxed(Switched::new(
+                    &parts,
+                    max_chunk,
+                    stream,
+                    upstream,
+                    timer,
+                    Records { span, entry },
+                    open,
+                )?)
             }
             UpgradeAnswer::Refused(response) => {
                 let (parts, upstream) = response.into_parts();
@@ -223,8 +232,11 @@ impl Module for KubernetesApi {
     }
 
     fn call(&self, request: Request<grpc::Body>) -> Answer {
-        let answer = self.clone().make_request(request);
-        Box::pin(async move { answer.await.unwrap_or_else(|status| status.into_response()) })
+        let module = self.clone();
+        // The future is large, so it is made where it stays: moving it costs more than most of what it does.
+        Box::pin(
+            async move { module.make_request(request).await.unwrap_or_else(|status| status.into_response()) },
+        )
     }
 }
 

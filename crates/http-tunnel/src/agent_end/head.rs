@@ -3,22 +3,17 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use bytes::Bytes;
+use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, header, response};
 use hyper::ext::ReasonPhrase;
 use kube_request::{
     Target, Upgrade,
-    headers::{
-        canonical, impersonate_extra, is_impersonation, remove_hop_by_hop, remove_hop_by_hop_of_answer,
-    },
+    headers::{canonical, impersonate_extra, is_impersonation, of_connection, remove_hop_by_hop},
 };
 use prost::Message as _;
-use proto::gitlab::agent::{
-    grpctool::{http_request::Header, http_response},
-    kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig},
-    prototool::{HttpResponse, Values},
-};
+use proto::gitlab::agent::kubernetes_api::rpc::{HeaderExtra, ImpersonationConfig};
+use tunnel::protobuf::{Entry, Fields, Malformed, put_entry, put_field, put_tag, put_varint};
 
 use crate::HEADER_EXTRA;
 
@@ -36,45 +31,100 @@ fn invalid(text: impl Into<String>) -> Status {
     Status::new(Code::InvalidArgument, text)
 }
 
-/// Builds the request to the API server, without its body. `impersonates`: agentk itself impersonates a user.
+/// A `grpctool.HttpRequest.Header`.
+#[derive(Default)]
+struct Header<'a> {
+    /// It has the field `request`, a `prototool.HttpRequest`, which has the next four.
+    has_request: bool,
+    method: &'a str,
+    headers: Vec<Entry<'a>>,
+    url_path: &'a str,
+    query: BTreeMap<&'a str, Entry<'a>>,
+    /// A `google.protobuf.Any`.
+    extra: Option<&'a [u8]>,
+    content_length: Option<i64>,
+    target: &'a [u8],
+}
+
+impl<'a> Header<'a> {
+    fn read(message: &'a [u8]) -> Result<Self, Malformed> {
+        let mut header = Self::default();
+        for field in Fields::of(message) {
+            match field? {
+                (1, request) => header.read_request(request.bytes()?)?,
+                (2, extra) => header.extra = Some(extra.bytes()?),
+                // Negative numbers are encoded as their two's complement.
+                (3, length) => header.content_length = Some(length.number()?.cast_signed()),
+                (1000, target) => header.target = target.bytes()?,
+                _ => {}
+            }
+        }
+        Ok(header)
+    }
+
+    fn read_request(&mut self, message: &'a [u8]) -> Result<(), Malformed> {
+        self.has_request = true;
+        for field in Fields::of(message) {
+            match field? {
+                (1, method) => self.method = method.text()?,
+                (2, entry) => self.headers.push(Entry::read(entry)?),
+                (3, path) => self.url_path = path.text()?,
+                (4, entry) => {
+                    let entry = Entry::read(entry)?;
+                    self.query.insert(entry.key, entry);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Builds the request to the API server, without its body, from a `grpctool.HttpRequest.Header`.
+/// `impersonates`: agentk itself impersonates a user.
 pub(super) fn request(
-    header: Header,
+    header: &[u8],
     user_agent: &HeaderValue,
     impersonates: bool,
 ) -> Result<(Request<grpc::Body>, Length), Status> {
-    let message = header.request.ok_or_else(|| invalid("invalid header: request is required"))?;
-    if message.method.is_empty() {
+    let header = Header::read(header).map_err(|error| invalid(format!("malformed header: {error}")))?;
+    if !header.has_request {
+        return Err(invalid("invalid header: request is required"));
+    }
+    if header.method.is_empty() {
         return Err(invalid("invalid header: method must be at least 1 byte"));
     }
-    let method = Method::from_bytes(message.method.as_bytes())
+    let method = Method::from_bytes(header.method.as_bytes())
         .map_err(|_| invalid("invalid header: method has invalid characters"))?;
     if method == Method::CONNECT {
         return Err(invalid("invalid header: CONNECT is not a request to the Kubernetes API"));
     }
     // It is checked in the form in which it is sent, so that the API server acts on what was checked.
     let target = if header.target.is_empty() {
-        let mut target = String::with_capacity(message.url_path.len() + 64);
-        write_path(&message.url_path, &mut target)?;
-        write_query(&message.query, &mut target);
+        let mut target = String::with_capacity(header.url_path.len() + 64);
+        write_path(header.url_path, &mut target)?;
+        write_query(&header.query, &mut target);
         Target::parse(target)
             .map_err(|error| invalid(format!("invalid header: url_path or query: {error}")))?
     } else {
         // Somebody has judged one of them, which need not be the one that would be used here.
-        if !message.url_path.is_empty() || !message.query.is_empty() {
+        if !header.url_path.is_empty() || !header.query.is_empty() {
             return Err(invalid("invalid header: either target, or url_path and query, not both"));
         }
-        Target::parse(header.target).map_err(|error| invalid(format!("invalid header: target: {error}")))?
+        Target::parse(Bytes::copy_from_slice(header.target))
+            .map_err(|error| invalid(format!("invalid header: target: {error}")))?
     };
 
     let mut request = Request::new(grpc::full(Bytes::new()));
     *request.method_mut() = method;
     *request.uri_mut() = Uri::from(target.as_sent().clone());
     let headers = request.headers_mut();
-    for (name, values) in &message.header {
+    for entry in header.headers {
+        let name = entry.key;
         // This makes names lowercase, so that the rules below apply to every spelling.
         let key = HeaderName::from_bytes(name.as_bytes())
             .map_err(|_| invalid(format!("invalid header: {name:?} is not a valid header name")))?;
-        for value in &values.value {
+        for value in entry.values() {
             let value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| {
                 invalid(format!("invalid header: the value of {name} has illegal characters"))
             })?;
@@ -141,7 +191,9 @@ fn is_foreign(name: &str) -> bool {
 }
 
 /// Returns the user that kas wants to be impersonated; `None`: no one.
-fn extra(extra: prost_types::Any) -> Result<Option<ImpersonationConfig>, Status> {
+fn extra(extra: &[u8]) -> Result<Option<ImpersonationConfig>, Status> {
+    let extra = prost_types::Any::decode(extra)
+        .map_err(|error| invalid(format!("malformed header: extra: {error}")))?;
     if extra.type_url != HEADER_EXTRA {
         // It may mean that the request must not run with all permissions of agentk.
         return Err(invalid(format!("invalid header: extra of type {:?} is unknown", extra.type_url)));
@@ -238,10 +290,10 @@ fn write_path(path: &str, out: &mut String) -> Result<(), Status> {
 }
 
 /// Writes a decoded query in form encoding, like Go's `url.Values.Encode`. The keys are sorted already.
-fn write_query(query: &BTreeMap<String, Values>, out: &mut String) {
+fn write_query(query: &BTreeMap<&str, Entry<'_>>, out: &mut String) {
     let mut separator = '?';
-    for (key, values) in query {
-        for value in &values.value {
+    for (key, entry) in query {
+        for value in entry.values() {
             out.push(separator);
             separator = '&';
             write_query_part(key, out);
@@ -264,41 +316,72 @@ fn write_query_part(text: &str, out: &mut String) {
     }
 }
 
-/// Builds the message for the head of a response.
-pub(super) fn response(parts: &response::Parts) -> http_response::Header {
-    let mut headers = parts.headers.clone();
+/// Encodes the message for the head of a response, a `grpctool.HttpResponse.Header`.
+///
+pub(super) fn response(parts: &response::Parts) -> BytesMut {
     let upgrade = if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         Upgrade::requested(&parts.headers)
     } else {
         None
     };
-    remove_hop_by_hop_of_answer(&mut headers);
+    let mut message = BytesMut::with_capacity(1024);
+    put_status(parts, &mut message);
+    let is_of_connection = of_connection(&parts.headers);
+    for name in parts.headers.keys().filter(|name| !is_of_connection(name.as_str())) {
+        put_header(name, &parts.headers, &mut message);
+    }
     if let Some(upgrade) = upgrade {
+        let mut headers = HeaderMap::new();
         ask_for_upgrade(upgrade, &mut headers);
+        for name in headers.keys() {
+            put_header(name, &headers, &mut message);
+        }
     }
-    let mut map: BTreeMap<String, Values> = BTreeMap::new();
-    for name in headers.keys() {
-        // The map holds only text. Bytes that are not UTF-8 are replaced, so that the header is not lost.
-        let value = headers
-            .get_all(name)
-            .iter()
-            .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
-            .collect();
-        map.insert(canonical(name.as_str()), Values { value });
-    }
-    let code = parts.status.as_str();
+    let mut head = BytesMut::with_capacity(message.len() + 4);
+    put_field(1, &message, &mut head);
+    head
+}
+
+/// Writes status code and status of a `prototool.HttpResponse`.
+fn put_status(parts: &response::Parts, out: &mut BytesMut) {
+    // The field is a number, so its tag is the field's number times eight.
+    out.put_u8(1 << 3);
+    put_varint(parts.status.as_u16().into(), out);
     let reason = match parts.extensions.get::<ReasonPhrase>() {
-        Some(reason) => String::from_utf8_lossy(reason.as_bytes()).into_owned(),
-        None => parts.status.canonical_reason().unwrap_or_default().to_owned(),
+        Some(reason) => String::from_utf8_lossy(reason.as_bytes()),
+        None => parts.status.canonical_reason().unwrap_or_default().into(),
     };
-    let status = if reason.is_empty() { code.to_owned() } else { format!("{code} {reason}") };
-    let response = HttpResponse { status_code: parts.status.as_u16().into(), status, header: map };
-    http_response::Header { response: Some(response) }
+    let code = parts.status.as_str();
+    let separator = if reason.is_empty() { "" } else { " " };
+    put_tag(2, out);
+    put_varint((code.len() + separator.len() + reason.len()) as u64, out);
+    for part in [code, separator, &*reason] {
+        out.put_slice(part.as_bytes());
+    }
+}
+
+/// Writes a header into the map of a `prototool.HttpResponse`.
+fn put_header(name: &HeaderName, headers: &HeaderMap, out: &mut BytesMut) {
+    const FIELD: u32 = 3;
+    let values = headers.get_all(name);
+    let key = canonical(name.as_str());
+    if values.iter().all(|value| std::str::from_utf8(value.as_bytes()).is_ok()) {
+        put_entry(FIELD, &key, || values.iter().map(HeaderValue::as_bytes), out);
+    } else {
+        // The map holds only text. Bytes that are not UTF-8 are replaced, so that the header is not lost.
+        let texts: Vec<_> =
+            values.iter().map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned()).collect();
+        put_entry(FIELD, &key, || texts.iter().map(String::as_bytes), out);
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use proto::gitlab::agent::{kubernetes_api::rpc::ExtraKeyVal, prototool::HttpRequest};
+    use proto::gitlab::agent::{
+        grpctool::{http_request::Header, http_response},
+        kubernetes_api::rpc::ExtraKeyVal,
+        prototool::{HttpRequest, HttpResponse, Values},
+    };
 
     use super::*;
 
@@ -390,16 +473,21 @@ mod tests {
         malformed.extra.as_mut().unwrap().value = vec![0xff];
         assert!(rejected(malformed).contains("malformed"));
         let own = with_user(message("GET", "/", &[]), Some(user("u")));
-        let status = request(own, &AGENT, true).map(|_| ()).unwrap_err();
+        let status = request(&own.encode_to_vec(), &AGENT, true).map(|_| ()).unwrap_err();
         assert!(status.message().contains("impersonates"), "{status}");
     }
 
     fn made(header: Header) -> (Request<grpc::Body>, Length) {
-        request(header, &AGENT, false).unwrap()
+        request(&header.encode_to_vec(), &AGENT, false).unwrap()
+    }
+
+    /// What generated code reads.
+    fn written(parts: &response::Parts) -> HttpResponse {
+        http_response::Header::decode(response(parts)).unwrap().response.unwrap()
     }
 
     fn rejected(header: Header) -> String {
-        let status = request(header, &AGENT, false).map(|_| ()).unwrap_err();
+        let status = request(&header.encode_to_vec(), &AGENT, false).map(|_| ()).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
         status.message().to_owned()
     }
@@ -593,7 +681,7 @@ mod tests {
                 .body(())
                 .unwrap()
                 .into_parts();
-            response(&parts).response.unwrap().header
+            written(&parts).header
         };
         let expected = map(&[
             ("Connection", &["Upgrade"]),
@@ -607,8 +695,8 @@ mod tests {
     #[test]
     fn callers_may_impersonate_only_if_agentk_does_not() {
         let header = message("GET", "/", &[("iMPERSONATE-uid", &["1"])]);
-        assert!(request(header.clone(), &AGENT, false).is_ok());
-        let status = request(header, &AGENT, true).map(|_| ()).unwrap_err();
+        assert!(request(&header.encode_to_vec(), &AGENT, false).is_ok());
+        let status = request(&header.encode_to_vec(), &AGENT, true).map(|_| ()).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains("impersonates"), "{status}");
     }
@@ -654,7 +742,7 @@ mod tests {
             .body(())
             .unwrap()
             .into_parts();
-        let got = response(&parts).response.unwrap();
+        let got = written(&parts);
         assert_eq!((got.status_code, got.status.as_str()), (200, "200 OK"));
         assert_eq!(
             got.header,
@@ -667,9 +755,9 @@ mod tests {
             ])
         );
         parts.extensions.insert(ReasonPhrase::from_static(b"Odd"));
-        assert_eq!(response(&parts).response.unwrap().status, "200 Odd");
+        assert_eq!(written(&parts).status, "200 Odd");
         parts.status = http::StatusCode::from_u16(599).unwrap();
         parts.extensions.clear();
-        assert_eq!(response(&parts).response.unwrap().status, "599");
+        assert_eq!(written(&parts).status, "599");
     }
 }

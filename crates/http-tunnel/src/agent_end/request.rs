@@ -12,8 +12,6 @@ use grpc::{BoxError, Code, Status};
 use http::{HeaderValue, Method, Request};
 use http_body::{Body, Frame, SizeHint};
 use parking_lot::{Mutex, MutexGuard};
-use prost::Message as _;
-use proto::gitlab::agent::grpctool::http_request::Header;
 use tunnel::frame::{Decoder, Event};
 
 use super::head;
@@ -41,9 +39,7 @@ pub async fn read_request(
         Item::Header(header) => header,
         item => return Err(inbox.unexpected(&item)),
     };
-    let header = Header::decode(header)
-        .map_err(|error| Status::new(Code::InvalidArgument, format!("malformed header: {error}")))?;
-    let (mut request, length) = head::request(header, user_agent, impersonates)?;
+    let (mut request, length) = head::request(&header, user_agent, impersonates)?;
 
     // A request with one of these methods rarely has a body and does not announce its absence. The message
     // after the header shows whether there is one.

@@ -3,16 +3,10 @@
 use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{Code, Status};
 use http::response;
-use prost::Message as _;
 use tunnel::frame;
 
 use super::head;
 use crate::field::{DATA, HEADER, TRAILER, UPGRADE_DATA};
-
-/// The largest chunk in one message, in bytes, to a kas of this project. With the heads of its message and of
-/// its envelope, it fits into an HTTP/2 frame of 64 KiB. Larger chunks need fewer messages, but more frames
-/// for each.
-pub const LARGE_CHUNK: usize = 64 * 1024 - 64;
 
 /// Chunks up to this size in bytes are copied behind their message header, which saves a frame. Larger ones
 /// are forwarded as they are.
@@ -33,12 +27,12 @@ pub struct ResponseEncoder {
 
 impl ResponseEncoder {
     /// Starts with the head of a response. `max_chunk` is the largest chunk of its body in one message, in
-    /// bytes: [`MAX_CHUNK`](crate::MAX_CHUNK) or [`LARGE_CHUNK`].
+    /// bytes: [`MAX_CHUNK`](crate::MAX_CHUNK) or [`LARGE_CHUNK`](crate::LARGE_CHUNK).
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED` when its headers are too large.
     pub fn new(parts: &response::Parts, max_chunk: usize) -> Result<Self, Status> {
-        let header = head::response(parts).encode_to_vec();
+        let header = head::response(parts);
         if header.len() > frame::MAX_CONTROL {
             let text = format!(
                 "the headers of the response have {} bytes, more than the limit of {}",

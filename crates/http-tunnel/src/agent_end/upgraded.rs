@@ -22,10 +22,7 @@ use tokio::{
 };
 
 use super::{request::RequestStream, response::ResponseEncoder};
-use crate::{
-    MAX_CHUNK,
-    halves::{Half, Read, halves, poll_chunk},
-};
+use crate::halves::{Half, Read, halves, poll_chunk};
 
 /// How long the API server may go on writing after the caller has finished. A longer time keeps programs of
 /// clients that have left; a shorter one cuts output that is still on its way.
@@ -44,6 +41,7 @@ pub trait Upstream: AsyncRead + AsyncWrite + Send + Unpin + 'static {
 /// connection.
 pub struct UpgradedBody<S: Upstream> {
     encoder: ResponseEncoder,
+    max_chunk: usize,
     /// `None`: the answer has ended.
     upstream: Option<Half<S>>,
     request: RequestStream,
@@ -56,17 +54,22 @@ pub struct UpgradedBody<S: Upstream> {
 
 impl<S: Upstream> UpgradedBody<S> {
     /// Starts with the head of the API server's answer, whose status is 101, on the connection `upstream`.
-    /// Must be called within a runtime: it spawns a task.
+    /// `max_chunk` is that of a [`ResponseEncoder`]. Must be called within a runtime: it spawns a task.
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED` when the headers of the answer are too large.
-    pub fn new(parts: &response::Parts, request: RequestStream, upstream: S) -> Result<Self, Status> {
-        let mut encoder = ResponseEncoder::new(parts, MAX_CHUNK)?;
+    pub fn new(
+        parts: &response::Parts,
+        max_chunk: usize,
+        request: RequestStream,
+        upstream: S,
+    ) -> Result<Self, Status> {
+        let mut encoder = ResponseEncoder::new(parts, max_chunk)?;
         encoder.upgrade();
         request.upgrade();
         let (reader, writer) = halves(upstream);
         let writer = tokio::spawn(write(request.clone(), writer));
-        Ok(Self { encoder, upstream: Some(reader), request, writer, rest: None, end: None })
+        Ok(Self { encoder, max_chunk, upstream: Some(reader), request, writer, rest: None, end: None })
     }
 
     /// Ends the answer with a status that is not OK, such as that of an expired deadline. No effect after its
@@ -93,7 +96,7 @@ impl<S: Upstream> UpgradedBody<S> {
     /// Makes one step. `Pending`: there is nothing to do but wait.
     fn step(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(upstream) = &mut self.upstream else { return Poll::Pending };
-        match poll_chunk(upstream, cx, Bytes::copy_from_slice) {
+        match poll_chunk(upstream, cx, self.max_chunk, Bytes::copy_from_slice) {
             Poll::Ready(Ok(Read::Bytes(data))) => {
                 self.encoder.push(data);
                 return Poll::Ready(());

@@ -494,7 +494,7 @@ async fn make_request(
     let (request, stream) = read_request(body, &HeaderValue::from_static("agentk"), false).await?;
     let (mut parts, upstream) = api(request).await.into_parts();
     if let Some(connection) = parts.extensions.remove::<Handed>().and_then(|handed| handed.0.lock().take()) {
-        let frames = UpgradedBody::new(&parts, stream, connection)?;
+        let frames = UpgradedBody::new(&parts, http_tunnel::MAX_CHUNK, stream, connection)?;
         let mut response = Response::new(grpc::boxed(frames));
         response.headers_mut().insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         return Ok(response);

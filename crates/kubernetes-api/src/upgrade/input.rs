@@ -10,7 +10,7 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::BoxError;
 use http_body::{Body, Frame, SizeHint};
 use http_tunnel::{
-    field,
+    MAX_CHUNK, field,
     halves::{Read, poll_chunk},
 };
 use prometheus_client::metrics::counter::Counter;
@@ -69,7 +69,7 @@ impl Input {
                 Phase::Ended => return (Poll::Ready(Got::End), false),
                 Phase::Open(client) => client,
             };
-            let polled = poll_chunk(client, cx, |bytes| {
+            let polled = poll_chunk(client, cx, MAX_CHUNK, |bytes| {
                 passed.inc_by(bytes.len() as u64);
                 message(bytes)
             });

@@ -9,7 +9,10 @@ use std::{
 };
 
 use bytes::{Buf as _, Bytes};
-use http_tunnel::halves::{Half, Read, halves, poll_chunk};
+use http_tunnel::{
+    MAX_CHUNK,
+    halves::{Half, Read, halves, poll_chunk},
+};
 use kube_request::Upgrade;
 use net::io::Stream;
 use prometheus_client::metrics::counter::Counter;
@@ -323,7 +326,7 @@ async fn finish(mut client: Half<Stream>) {
     let mut read = 0;
     let rest = async {
         while read < LINGER_BYTES {
-            match std::future::poll_fn(|cx| poll_chunk(&mut client, cx, <[u8]>::len)).await {
+            match std::future::poll_fn(|cx| poll_chunk(&mut client, cx, MAX_CHUNK, <[u8]>::len)).await {
                 Ok(Read::Bytes(bytes)) => read += bytes,
                 Ok(Read::End) | Err(_) => return,
             }

@@ -1,12 +1,13 @@
 //! Spans of the requests that run through a lent tunnel.
 
 use bytes::Bytes;
-use http::HeaderMap;
 use ids::{AgentId, ReplicaId};
-use prost::Message as _;
-use proto::gitlab::agent::reverse_tunnel::rpc::{ConnectResponse, RequestInfo, connect_response};
 use traces::{Kind, Span, Tracer};
-use tunnel::meta::{self, Binary};
+use tunnel::{
+    frame::response::REQUEST_INFO,
+    meta::{self, Binary},
+    protobuf::Fields,
+};
 
 use crate::peer;
 
@@ -26,21 +27,18 @@ impl Spans {
     /// replica wrote is passed on unchanged.
     pub(super) fn begin(&self, agent: AgentId, request_info: &Bytes) -> Span {
         let message = request_info.slice(request_info.len().min(grpc::PREFIX_LEN)..);
-        let info = match ConnectResponse::decode(message).map(|message| message.msg) {
-            Ok(Some(connect_response::Msg::RequestInfo(info))) => info,
-            // The agent reports what is wrong with it.
-            _ => RequestInfo::default(),
-        };
-        let mut headers = HeaderMap::new();
         let keep = |key: &str| {
             [&traces::TRACEPARENT, &traces::TRACESTATE, &grpc::CORRELATION_ID].iter().any(|k| *k == key)
         };
-        meta::read_map(&info.meta, Binary::Base64, keep, &mut headers);
+        let info = Fields::of(&message).flatten().find(|(field, _)| *field == REQUEST_INFO);
+        let info = info.and_then(|(_, info)| info.bytes().ok()).unwrap_or_default();
+        // If it is malformed, the agent reports what is wrong with it.
+        let (method, headers) = meta::read_request_info(info, Binary::Base64, keep).unwrap_or_default();
         let mut span = self.tracer.begin(peer::BORROW.trim_start_matches('/'), Kind::Server, &headers);
         if span.is_recording() {
             span.set("rpc.system", "grpc");
             span.set("kas.agent.id", agent.get());
-            span.set("kas.agent.method", info.method_name);
+            span.set("kas.agent.method", method.to_owned());
             span.set("kas.from.replica", self.from.as_str().to_owned());
             if let Some(id) = headers.get(grpc::CORRELATION_ID).and_then(|id| id.to_str().ok()) {
                 span.set("gitlab.correlation_id", id.to_owned());

@@ -208,9 +208,9 @@ impl Exchange {
         match field {
             // A header and a trailer have the same fields.
             request::HEADER | request::TRAILER => {
-                let message = rpc::Header::decode(body).map_err(|_| "a malformed header or trailer")?;
                 let dropped =
-                    meta::read_map(&message.meta, kind.binary(), meta::passes_to_caller, &mut self.trailers);
+                    meta::read_map(&body, kind.binary(), meta::passes_to_caller, &mut self.trailers)
+                        .map_err(|_| "a malformed header or trailer")?;
                 if dropped > 0 {
                     self.tunnel.pool.dropped(dropped);
                 }

@@ -125,9 +125,10 @@ pub(super) struct Switched {
 }
 
 impl Switched {
-    /// `parts`: the head of the answer. `stream`: what the caller sends.
+    /// `parts`: the head of the answer. `max_chunk`: see [`UpgradedBody::new`]. `stream`: what the caller sends.
     pub(super) fn new(
         parts: &response::Parts,
+        max_chunk: usize,
         stream: RequestStream,
         upstream: UpgradedConnection,
         timer: Timer,
@@ -137,7 +138,7 @@ impl Switched {
         let read = Arc::<AtomicU64>::default();
         let written = records.entry.as_ref().map(Entry::received);
         let upstream = Counted { connection: upstream, read: Arc::clone(&read), written };
-        let body = UpgradedBody::new(parts, stream, upstream).inspect_err(|status| {
+        let body = UpgradedBody::new(parts, max_chunk, stream, upstream).inspect_err(|status| {
             if let Some(entry) = &mut records.entry {
                 entry.ended(Some(status.code().name()));
             }
