@@ -11,19 +11,34 @@ use http::{HeaderMap, HeaderName, header};
 /// Writes the name of a header in Go's canonical form, such as `Content-Type` or `Sec-Websocket-Key`.
 /// GitLab's agents and servers look names up in this form. A name that is not a token of HTTP stays as it is.
 pub fn canonical(name: &str) -> String {
-    let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
-    if !name.bytes().all(is_token) {
+    if !name.bytes().all(|byte| IS_TOKEN[usize::from(byte)]) {
         return name.to_owned();
     }
-    let mut written = String::with_capacity(name.len());
+    let mut written = name.to_ascii_lowercase();
     let mut is_first = true;
-    for byte in name.bytes() {
-        let byte = if is_first { byte.to_ascii_uppercase() } else { byte.to_ascii_lowercase() };
+    for (at, byte) in name.bytes().enumerate() {
+        if is_first {
+            written[at..=at].make_ascii_uppercase();
+        }
         is_first = byte == b'-';
-        written.push(char::from(byte));
     }
     written
 }
+
+/// Whether a byte may be in a token of HTTP.
+const IS_TOKEN: [bool; 256] = {
+    let mut table = [false; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        let is_mark = matches!(
+            byte as u8,
+            b'!' | b'#' | b'$' | b'%' | b'&' | b'\'' | b'*' | b'+' | b'-' | b'.' | b'^' | b'_' | b'`' | b'|' | b'~'
+        );
+        table[byte] = is_mark || (byte as u8).is_ascii_alphanumeric();
+        byte += 1;
+    }
+    table
+};
 
 /// Whether a name, in any case, is that of a header by which a request impersonates a user.
 pub fn is_impersonation(name: &str) -> bool {
