@@ -12,7 +12,8 @@
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
 //! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
-//!   [`kubernetes`]: a real API server. [`issuer`]: an issuer of OpenID Connect.
+//!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
+//!   [`issuer`]: an issuer of OpenID Connect.
 
 pub mod agent14;
 pub mod agent16;
@@ -22,6 +23,7 @@ pub mod caller;
 pub mod certificates;
 pub mod conformance;
 pub mod demo_api;
+pub mod endpoint;
 pub mod gitlab;
 pub mod handler;
 pub mod http1;

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    endpoint,
     gitlab::{AUTHORIZE_PROXY_USER, GitLab, Reply},
     kas::{eventually, merge, token},
     kubernetes::{Kubernetes, Tools},
@@ -21,8 +22,7 @@ use tokio::{
 
 use crate::{
     clients::{
-        Client, Endpoint, Files, POD, Talk, Workload, commands_have_ended, commands_have_started,
-        endpoint_of, line, lines,
+        Client, Endpoint, Files, POD, Talk, Workload, commands_have_ended, commands_have_started, line, lines,
     },
     exec::{JOHN, found_tools, john},
     setup::{AGENT, Exclusive, exclusive},
@@ -58,7 +58,7 @@ impl Setup {
         let mut config = files.config();
         merge(&mut config, over);
         let mesh = Mesh::start_with(Options { replicas: 2, agents: 1, config, ..Options::default() }).await?;
-        let clients = Balancer::start(vec![endpoint_of(mesh.kas(EDGE)).await?]).await?;
+        let clients = Balancer::start(vec![endpoint::address(mesh.kas(EDGE)).await?]).await?;
         let agents = Balancer::start(vec![mesh.agents(OWNER)]).await?;
         let workload = Workload::start(&kubernetes, tools, namespace).await?;
         let agentk =
@@ -145,7 +145,7 @@ async fn a_killed_edge_ends_execs_and_lets_watches_go_on_at_another_replica() ->
     let watched = files.audited_since("start", "watch", 0, 3).await?;
     ensure!(watched.len() == 3, "{watched:?}");
 
-    setup.clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?]);
+    setup.clients.set_targets(vec![endpoint::address(mesh.kas(OWNER)).await?]);
     mesh.kill(EDGE).await?;
 
     // kubectl with SPDY takes the end of its connection for that of the command: kubernetes/kubernetes does
@@ -400,7 +400,10 @@ async fn informers_outlast_killed_replicas() -> Result<()> {
     let mut setup = Setup::start(&tools, "informers", json!({})).await?;
     let Setup { mesh, endpoint, clients, agents, kubernetes, .. } = &mut setup;
     agents.set_targets(vec![mesh.agents(OWNER), mesh.agents(EDGE)]);
-    clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?, endpoint_of(mesh.kas(EDGE)).await?]);
+    clients.set_targets(vec![
+        endpoint::address(mesh.kas(OWNER)).await?,
+        endpoint::address(mesh.kas(EDGE)).await?,
+    ]);
     let path = |path: &std::path::Path| path.to_str().map(str::to_owned).context("the path is UTF-8");
     let through = path(&endpoint.kubeconfig(&Client::current(&tools))?)?;
     let direct = path(&kubernetes.admin_kubeconfig())?;
@@ -419,7 +422,10 @@ async fn informers_outlast_killed_replicas() -> Result<()> {
         mesh.kill(replica).await?;
         mesh.restart(replica).await?;
         // Its new process listens at another port.
-        clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?, endpoint_of(mesh.kas(EDGE)).await?]);
+        clients.set_targets(vec![
+            endpoint::address(mesh.kas(OWNER)).await?,
+            endpoint::address(mesh.kas(EDGE)).await?,
+        ]);
     }
     informers.terminate();
     let status = informers.exited(4 * SOON).await?;
