@@ -36,7 +36,7 @@ use tokio::{
 };
 
 pub use self::{
-    build::{Binaries, Tools, binaries, cache_folder, tools},
+    build::{Binaries, Tools, binaries, cache_folder, helm, tools},
     node::Node,
 };
 use self::{

@@ -195,6 +195,13 @@ impl Endpoint {
         Ok(kubeconfig)
     }
 
+    /// Returns the kubeconfig that `kasctl kubeconfig` writes for a user.
+    pub(crate) async fn kasctl_kubeconfig(&self, user: User) -> Result<PathBuf> {
+        let (folder, ca) = (self.files.path(), &self.files.certificates.ca);
+        let arguments = ["--use", "--agent", &AGENT.to_string()];
+        endpoint::kasctl_kubeconfig(folder, self.address, ca, user.token, &arguments).await
+    }
+
     /// Prepares a kubectl.
     pub(crate) fn command(&self, client: &Client, arguments: &[&str]) -> Result<Command> {
         let mut command = Command::new(&client.program);
