@@ -13,6 +13,7 @@
 
 mod build;
 mod client;
+mod exclusive;
 mod keys;
 mod node;
 mod objects;
@@ -37,6 +38,7 @@ use tokio::{
 
 pub use self::{
     build::{Binaries, Tools, binaries, cache_folder, helm, tools},
+    exclusive::{Exclusive, exclusive},
     node::Node,
 };
 use self::{
