@@ -18,6 +18,7 @@ use testkit::{
     demo_api::DemoApi,
     kas::{Kas, Options, token},
     process::find,
+    pypi::environment,
 };
 use tokio::{
     io::AsyncWriteExt as _,
@@ -60,36 +61,6 @@ async fn run(mut command: Command, input: Option<&Value>, within: Duration) -> R
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     ensure!(output.status.success(), "{program} failed ({}):\n{out}{err}", output.status);
     Ok(out.into_owned())
-}
-
-/// Returns a python with the packages of `requirements.txt`, which are fetched once for each version of that
-/// file.
-async fn python() -> Result<PathBuf> {
-    const HOW: &str = "; on Debian: apt-get install python3-venv";
-    let requirements = folder().join("python/requirements.txt");
-    let wanted = fs::read(&requirements)?;
-    let name = ids::TokenHash::of(&wanted).to_hex();
-    let at = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("python-{}", &name[..16]));
-    let python = at.join("bin/python");
-    // Written last: if it is missing, the installation is incomplete.
-    let complete = at.join("complete");
-    if complete.is_file() {
-        return Ok(python);
-    }
-    if find("python3").is_none() {
-        bail!("the test needs python3 with venv{HOW}");
-    }
-    let mut venv = Command::new("python3");
-    venv.args(["-m", "venv", "--clear"]).arg(&at);
-    run(venv, None, BUILT_WITHIN).await.with_context(|| format!("the test needs python3 with venv{HOW}"))?;
-    let mut pip = Command::new(&python);
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]);
-    pip.arg("-r").arg(&requirements);
-    run(pip, None, BUILT_WITHIN).await.context(
-        "the test needs packages of PyPI, which could not be fetched: see `pip config` for a mirror",
-    )?;
-    fs::write(&complete, b"")?;
-    Ok(python)
 }
 
 /// Returns the client in Go, built by Go's own cache.
@@ -161,7 +132,8 @@ async fn all_held(said: &str, World { kas, plan, .. }: &World, sizes: u8) -> Res
 
 #[tokio::test]
 async fn a_python_client_can_use_the_api_and_sees_the_documented_errors() -> Result<()> {
-    let python = python().await?;
+    let requirements = folder().join("python/requirements.txt");
+    let python = tokio::task::spawn_blocking(move || environment(&requirements)).await??;
     let world = world().await?;
     let mut client = Command::new(python);
     client.arg(folder().join("python/client.py")).env("PYTHONDONTWRITEBYTECODE", "1");

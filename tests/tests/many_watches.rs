@@ -13,7 +13,8 @@ use http::{Request, StatusCode};
 use serde_json::json;
 use testkit::{
     agentk::Agentk,
-    kas::{Kas, eventually, replace, token},
+    endpoint::{Endpoint, JANE},
+    kas::{eventually, token},
     process::SOON,
 };
 use tokio::{
@@ -30,7 +31,6 @@ const EACH: usize = 250;
 const TUNNELS: usize = 2_000;
 /// Time limit for all watches. The processes are not optimised.
 const OPENED: Duration = Duration::from_secs(60);
-const USER: &str = "kasu_argoargoargoargoargoargoargoargoargoargoarg";
 
 /// A response to a watch, with an event and without an end.
 const WATCH: &[u8] =
@@ -74,7 +74,7 @@ async fn watches(address: SocketAddr, count: usize) -> Result<Vec<RecvStream>> {
         async move {
             let _permit = at_once.acquire().await?;
             let request = Request::get(format!("http://{address}/agents/1/api/v1/kind-{number}?watch=1"))
-                .header("authorization", format!("Bearer {USER}"))
+                .header("authorization", format!("Bearer {JANE}"))
                 .body(())?;
             let (response, _) = sender.ready().await?.send_request(request, true)?;
             let response = response.await?;
@@ -93,7 +93,7 @@ async fn exec(address: SocketAddr) -> Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     let request = format!(
         "POST /agents/1/api/v1/namespaces/a/pods/b/exec?command=sh HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer \
-         {USER}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n"
+         {JANE}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n"
     );
     stream.write_all(request.as_bytes()).await?;
     let head = head(&mut stream).await?;
@@ -106,27 +106,12 @@ async fn exec(address: SocketAddr) -> Result<()> {
 #[tokio::test]
 async fn exec_opens_beside_1500_watches_of_one_agent() -> Result<()> {
     process::open_files::raise_limit();
-    let files = tempfile::TempDir::with_prefix("watches-test-")?;
-    let users = files.path().join("users.yaml");
-    let hash = ids::TokenHash::of(USER.as_bytes()).to_hex();
-    let list = json!({ "users": [{ "name": "argo", "tokens": [format!("sha256:{hash}")] }] });
-    replace(&users, &serde_json::to_vec(&list)?)?;
-    let kas = Kas::start_with_config(json!({ "agent": {
+    let endpoint = Endpoint::start(json!({ "agent": {
         "listen": { "max_tunnels_per_agent": TUNNELS },
-        "kubernetes_api": {
-            "listen": { "address": "127.0.0.1:0" },
-            "users": { "file": users },
-            "access": [{ "agents": "all", "users": ["kas:argo"], "as": "agent" }],
-            "limits": { "per_caller": { "open": WATCHES + 1 } },
-        },
+        "kubernetes_api": { "limits": { "per_caller": { "open": WATCHES + 1 } } },
     } }))
     .await?;
-    let address = kas
-        .process
-        .logged("where kubectl is served", |line| {
-            (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-        })
-        .await?;
+    let (kas, address) = (&endpoint.kas, endpoint.address);
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let url = format!("http://{}", listener.local_addr()?);
     tokio::spawn(async move {

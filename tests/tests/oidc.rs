@@ -16,6 +16,7 @@ use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    endpoint,
     issuer::{Issuer, SigningKey, unsigned},
     kas::{Kas, replace, token},
     process::{program, soon},
@@ -91,12 +92,7 @@ impl Endpoint {
     async fn start(oidc: Value, access: Value) -> Result<Self> {
         let section = json!({ "listen": { "address": "127.0.0.1:0" }, "oidc": oidc, "access": access });
         let kas = Kas::start_with_config(json!({ "agent": { "kubernetes_api": section } })).await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
+        let address = endpoint::address(&kas).await?;
         let server = Echo::start().await?;
         let agentk =
             Agentk::start_with(kas.agent, &token(AGENT), &format!("http://{}", server.address)).await?;

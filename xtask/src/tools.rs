@@ -132,8 +132,7 @@ fn missing() -> Result<Vec<Missing>> {
     }
     if !python_makes_environments() {
         missing.push(Missing {
-            what: "python3 (3.10) with venv (runs a client of gRPC for Python, and renders the charts)"
-                .to_owned(),
+            what: "python3 (3.10) with venv (runs clients for Python, and renders the charts)".to_owned(),
             debian: Some("python3-venv"),
             otherwise: "https://www.python.org/downloads/",
         });
@@ -217,7 +216,8 @@ fn envoy_install() -> Result<()> {
 const GO_THAT_FETCHES: (u32, u32) = (1, 21);
 
 /// The modules of Go whose programs the tests run.
-const GO_MODULES: [&str; 3] = ["tests/kubernetes", "tests/kubernetes/node", "tests/kubernetes/kubectl-1.29"];
+const GO_MODULES: [&str; 4] =
+    ["tests/kubernetes", "tests/kubernetes/node", "tests/kubernetes/kubectl-1.29", "tests/kubernetes/helm"];
 
 /// Returns the newest version of Go that one of the modules needs.
 fn go_wanted() -> Result<String> {

@@ -40,6 +40,8 @@ pub const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
 pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
 /// The path that answers whether a user may use an agent.
 pub const AUTHORIZE_PROXY_USER: &str = "/api/v4/internal/kubernetes/authorize_proxy_user";
+/// The path that answers which agents a CI job may use.
+pub const ALLOWED_AGENTS: &str = "/api/v4/job/allowed_agents";
 /// The path for usage.
 pub const USAGE_METRICS: &str = "/api/v4/internal/kubernetes/usage_metrics";
 /// The path for the configuration of an agent.
@@ -180,6 +182,8 @@ struct Knowledge {
     forbidden: Vec<String>,
     /// Answers about users, by their access keys.
     users: HashMap<String, Value>,
+    /// Answers about CI jobs, by their tokens.
+    jobs: HashMap<String, Value>,
     reply: Option<Reply>,
 }
 
@@ -252,6 +256,7 @@ impl GitLab {
             projects: HashMap::new(),
             forbidden: Vec::new(),
             users: HashMap::new(),
+            jobs: HashMap::new(),
             reply: None,
         };
         let shared = Arc::new(Shared {
@@ -360,6 +365,11 @@ impl GitLab {
     /// about it.
     pub fn have_user(&self, access_key: &str, answer: Value) {
         self.shared.knowledge().users.insert(access_key.to_owned(), answer);
+    }
+
+    /// Adds a CI job by its token, with GitLab's whole answer about it.
+    pub fn have_job(&self, token: &str, answer: Value) {
+        self.shared.knowledge().jobs.insert(token.to_owned(), answer);
     }
 
     /// Removes the token.
@@ -515,6 +525,14 @@ impl Knowledge {
 
     fn answer(&self, seen: &Seen, secret: &[u8]) -> Reply {
         let (path, query) = seen.path().split_once('?').unwrap_or((seen.path(), ""));
+        if path == ALLOWED_AGENTS {
+            // A job shows its own token, and kas does not sign.
+            let job = seen.header("job-token").and_then(|token| self.jobs.get(token));
+            return match job {
+                Some(job) => Reply::new("200 OK", "application/json", &job.to_string()),
+                None => Reply::status("401 Unauthorized"),
+            };
+        }
         let project = path == PROJECT_INFO;
         let posts = [AUTHORIZE_PROXY_USER, USAGE_METRICS, AGENT_CONFIGURATION].contains(&path);
         if !posts

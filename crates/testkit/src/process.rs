@@ -351,7 +351,7 @@ pub fn find(program: &str) -> Option<PathBuf> {
 ///
 /// The kernel sends the parent-death signal when the spawning *thread* ends, and a runtime's threads end with
 /// the test that created it. This single thread is never joined: it ends with the process.
-async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
+pub(crate) async fn spawn_from_lasting_thread(command: Command) -> Result<Child> {
     type Order = (Command, tokio::sync::oneshot::Sender<io::Result<Child>>);
     static ORDERS: LazyLock<mpsc::SyncSender<Order>> = LazyLock::new(|| {
         let (sender, orders) = mpsc::sync_channel::<Order>(16);

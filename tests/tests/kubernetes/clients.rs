@@ -13,7 +13,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use testkit::{
     certificates::Certificates,
-    kas::{Kas, eventually, replace},
+    endpoint,
+    kas::eventually,
     kubernetes::{Access, Kubernetes, Node, Tools},
     process::SOON,
 };
@@ -39,8 +40,7 @@ pub(crate) struct User {
 }
 
 /// May do all that agentk may.
-pub(crate) const JANE: User =
-    User { name: "kas:jane", token: "kasu_janejanejanejanejanejanejanejanejanejanejan", mode: "agent" };
+pub(crate) const JANE: User = User { name: "kas:jane", token: endpoint::JANE, mode: "agent" };
 /// Is impersonated, and may do everything in the cluster.
 pub(crate) const MAY: User =
     User { name: "kas:may", token: "kasu_maymaymaymaymaymaymaymaymaymaymaymaymaymaym", mode: "user" };
@@ -119,14 +119,8 @@ pub(crate) struct Files {
 impl Files {
     pub(crate) fn new() -> Result<Self> {
         let dir = tempfile::TempDir::with_prefix("kubectl-test-")?;
-        let users: Vec<Value> = [JANE, MAY]
-            .into_iter()
-            .map(|user| {
-                let hash = ids::TokenHash::of(user.token.as_bytes()).to_hex();
-                json!({ "name": user.name.trim_start_matches("kas:"), "tokens": [format!("sha256:{hash}")] })
-            })
-            .collect();
-        replace(&dir.path().join("users.yaml"), &serde_json::to_vec(&json!({ "users": users }))?)?;
+        let users = [JANE, MAY].map(|user| (user.name.trim_start_matches("kas:"), user.token));
+        endpoint::write_users(&dir.path().join("users.yaml"), &users)?;
         let certificates = Certificates::new(dir.path(), &["127.0.0.1"])?;
         Ok(Self { dir, certificates })
     }
@@ -180,15 +174,6 @@ impl Files {
     }
 }
 
-/// Returns where a kas serves kubectl.
-pub(crate) async fn endpoint_of(kas: &Kas) -> Result<SocketAddr> {
-    kas.process
-        .logged("where kubectl is served", |line| {
-            (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-        })
-        .await
-}
-
 /// The endpoint as clients see it.
 pub(crate) struct Endpoint {
     pub(crate) files: Files,
@@ -203,21 +188,18 @@ impl Endpoint {
     pub(crate) fn kubeconfig(&self, client: &Client) -> Result<PathBuf> {
         let kubeconfig =
             self.files.path().join(format!("{}-{}", client.name, client.user.name.replace(':', "-")));
-        let cluster = json!({
-            "server": format!("https://{}/agents/{AGENT}", self.address),
-            "certificate-authority": self.files.certificates.ca,
-        });
-        let context = json!({ "cluster": "c", "user": "u", "namespace": self.namespace });
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{ "name": "c", "cluster": cluster }],
-            "users": [{ "name": "u", "user": { "token": client.user.token } }],
-            "contexts": [{ "name": "x", "context": context }],
-            "current-context": "x",
-        });
-        replace(&kubeconfig, &serde_json::to_vec(&config)?)?;
+        let server = format!("https://{}/agents/{AGENT}", self.address);
+        let user = json!({ "token": client.user.token });
+        let ca = &self.files.certificates.ca;
+        endpoint::write_kubeconfig(&kubeconfig, &server, ca, user, Some(self.namespace))?;
         Ok(kubeconfig)
+    }
+
+    /// Returns the kubeconfig that `kasctl kubeconfig` writes for a user.
+    pub(crate) async fn kasctl_kubeconfig(&self, user: User) -> Result<PathBuf> {
+        let (folder, ca) = (self.files.path(), &self.files.certificates.ca);
+        let arguments = ["--use", "--agent", &AGENT.to_string()];
+        endpoint::kasctl_kubeconfig(folder, self.address, ca, user.token, &arguments).await
     }
 
     /// Prepares a kubectl.

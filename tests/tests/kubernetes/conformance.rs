@@ -4,53 +4,34 @@
 //! Each test prints its first seed. `KAS_CONFORMANCE_SEED` repeats a run, `KAS_CONFORMANCE_CASES` sets the
 //! number of requests of each test.
 
-use std::{env, net::SocketAddr};
+use std::env;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 use testkit::{
     agentk::Agentk,
     conformance::{self, Backend, Cases, Endpoint},
+    endpoint::{self, JANE},
     http_agent::HttpAgent,
-    kas::{Kas, replace, token},
+    kas::token,
     raw_agent::Kind,
 };
 
 use crate::setup::AGENT;
 
-/// The token of the user `jane`, who may use every agent with the rights of agentk.
-const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
 /// Takes a few seconds.
 const CASES: u64 = 2_000;
 
 /// A kas with the endpoint, and the server of the requests.
 struct Stage {
-    kas: Kas,
-    address: SocketAddr,
+    served: endpoint::Endpoint,
     backend: Backend,
-    _users: tempfile::TempDir,
 }
 
 impl Stage {
     async fn start() -> Result<Self> {
-        let folder = tempfile::TempDir::with_prefix("conformance-test-")?;
-        let users = folder.path().join("users.yaml");
-        let hash = ids::TokenHash::of(JANE.as_bytes()).to_hex();
-        let list = json!({ "users": [{ "name": "jane", "tokens": [format!("sha256:{hash}")] }] });
-        replace(&users, &serde_json::to_vec(&list)?)?;
-        let kas = Kas::start_with_config(json!({ "agent": { "kubernetes_api": {
-            "listen": { "address": "127.0.0.1:0" },
-            "users": { "file": users },
-            "access": [{ "agents": "all", "users": ["kas:jane"], "as": "agent" }],
-        } } }))
-        .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
-        Ok(Self { kas, address, backend: Backend::start().await?, _users: folder })
+        let served = endpoint::Endpoint::start(json!({})).await?;
+        Ok(Self { served, backend: Backend::start().await? })
     }
 
     /// Fails with all differences, if there are any.
@@ -62,7 +43,7 @@ impl Stage {
         let first = number("KAS_CONFORMANCE_SEED")?.unwrap_or_else(|| u64::from(rand::random::<u32>()));
         let count = number("KAS_CONFORMANCE_CASES")?.unwrap_or(CASES);
         println!("KAS_CONFORMANCE_SEED={first}, {count} requests");
-        let endpoint = Endpoint { address: self.address, agent: AGENT, form, token: JANE.to_owned() };
+        let endpoint = Endpoint { address: self.served.address, agent: AGENT, form, token: JANE.to_owned() };
         let differences = conformance::run(&self.backend, &endpoint, Cases { first, count }).await;
         ensure!(
             differences.is_empty(),
@@ -71,8 +52,8 @@ impl Stage {
             differences.join("\n\n")
         );
         // Nothing is left of all requests.
-        self.kas.metric_is("kas_kubernetes_open{kind=\"short\"}", 0.0).await?;
-        self.kas.metric_is("kas_requests_open", 0.0).await
+        self.served.kas.metric_is("kas_kubernetes_open{kind=\"short\"}", 0.0).await?;
+        self.served.kas.metric_is("kas_requests_open", 0.0).await
     }
 }
 
@@ -80,7 +61,7 @@ impl Stage {
 async fn requests_through_our_agentk_are_like_direct_ones() -> Result<()> {
     let stage = Stage::start().await?;
     let url = format!("http://{}", stage.backend.address());
-    let agentk = Agentk::start_with(stage.kas.agent, &token(AGENT), &url).await?;
+    let agentk = Agentk::start_with(stage.served.kas.agent, &token(AGENT), &url).await?;
     agentk.connected().await?;
     stage.conforms(Kind::Ours).await
 }
@@ -89,13 +70,15 @@ async fn requests_through_our_agentk_are_like_direct_ones() -> Result<()> {
 async fn requests_through_an_agent_of_16_5_are_like_direct_ones() -> Result<()> {
     let stage = Stage::start().await?;
     let _agent =
-        HttpAgent::start(stage.kas.agent, &token(AGENT), Kind::Recent, stage.backend.address()).await?;
+        HttpAgent::start(stage.served.kas.agent, &token(AGENT), Kind::Recent, stage.backend.address())
+            .await?;
     stage.conforms(Kind::Recent).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_through_an_agent_of_14_1_are_like_direct_ones() -> Result<()> {
     let stage = Stage::start().await?;
-    let _agent = HttpAgent::start(stage.kas.agent, &token(AGENT), Kind::Old, stage.backend.address()).await?;
+    let _agent =
+        HttpAgent::start(stage.served.kas.agent, &token(AGENT), Kind::Old, stage.backend.address()).await?;
     stage.conforms(Kind::Old).await
 }

@@ -14,6 +14,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    endpoint,
     gitlab::GitLab,
     kas::{Kas, eventually, merge, token},
     kubernetes::{Kubernetes, Tools, tools},
@@ -27,7 +28,7 @@ use tokio::{
 };
 
 use crate::{
-    clients::{Client, Endpoint, Files, MAY, POD, User, Workload, endpoint_of, line, lines, signal},
+    clients::{Client, Endpoint, Files, MAY, POD, User, Workload, line, lines, signal},
     setup::{AGENT, Exclusive, exclusive},
     terminal::Terminal,
 };
@@ -37,17 +38,17 @@ pub(crate) const JOHN: User =
     User { name: "gitlab:user:john", token: "pat:1:glpat-johnjohnjohnjohnjohn", mode: "agent" };
 
 /// A kas with the endpoint, an agentk that is connected to it, and a node with one pod.
-struct Setup {
-    kas: Kas,
-    endpoint: Endpoint,
-    workload: Workload,
+pub(crate) struct Setup {
+    pub(crate) kas: Kas,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) workload: Workload,
     _agentk: Agentk,
-    kubernetes: Arc<Kubernetes>,
+    pub(crate) kubernetes: Arc<Kubernetes>,
     _exclusive: Exclusive,
 }
 
 impl Setup {
-    async fn start(tools: &Tools, namespace: &'static str) -> Result<Self> {
+    pub(crate) async fn start(tools: &Tools, namespace: &'static str) -> Result<Self> {
         Self::start_with(tools, namespace, json!({})).await
     }
 
@@ -58,7 +59,7 @@ impl Setup {
         let mut config = files.config();
         merge(&mut config, over);
         let kas = Kas::start_with_config(config).await?;
-        let address = endpoint_of(&kas).await?;
+        let address = endpoint::address(&kas).await?;
         let workload = Workload::start(&kubernetes, tools, namespace).await?;
         let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &workload.kubeconfig).await?;
         agentk.connected().await?;

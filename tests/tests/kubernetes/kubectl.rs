@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
     certificates::Certificates,
+    endpoint::{self, JANE},
     kas::{Kas, replace, token},
     kubernetes::{Access, Kubernetes},
     process::{SOON, program},
@@ -25,8 +26,6 @@ use tokio::{
 
 use crate::setup::{AGENT, exclusive};
 
-/// The token of the user `jane`, who may use every agent with the rights of agentk.
-const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
 /// The token of the user `joe`, who may use no agent.
 const JOE: &str = "kasu_joejoejoejoejoejoejoejoejoejoejoejoejoejoej";
 
@@ -43,12 +42,7 @@ impl Endpoint {
     async fn start(kubernetes: &Kubernetes, namespace: &str) -> Result<Self> {
         let files = tempfile::TempDir::with_prefix("kubectl-test-")?;
         let users = files.path().join("users.yaml");
-        let user = |name: &str, token: &str| {
-            let hash = ids::TokenHash::of(token.as_bytes()).to_hex();
-            json!({ "name": name, "tokens": [format!("sha256:{hash}")] })
-        };
-        let list = json!({ "users": [user("jane", JANE), user("joe", JOE)] });
-        replace(&users, &serde_json::to_vec(&list)?)?;
+        endpoint::write_users(&users, &[("jane", JANE), ("joe", JOE)])?;
         // kubectl sends its token to a server with TLS only.
         let certificates = Certificates::new(files.path(), &["127.0.0.1"])?;
         let audit = files.path().join("audit.log");
@@ -65,12 +59,7 @@ impl Endpoint {
             "observability": { "audit": { "output": audit } },
         }))
         .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
+        let address = endpoint::address(&kas).await?;
         let bearer = kubernetes.service_account(namespace, "agentk", Access::Admin).await?;
         let kubeconfig = kubernetes.kubeconfig_with_token(namespace, &bearer)?;
         let agentk = Agentk::start_with_kubeconfig(kas.agent, &token(AGENT), &kubeconfig).await?;
@@ -81,41 +70,14 @@ impl Endpoint {
     /// Writes a kubeconfig for a user of kas.
     fn kubeconfig(&self, name: &str, token: &str) -> Result<PathBuf> {
         let path = self.files.path().join(name);
-        let cluster = json!({
-            "server": format!("https://{}/agents/{AGENT}", self.address),
-            "certificate-authority": self.ca,
-        });
-        let config = json!({
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{ "name": "c", "cluster": cluster }],
-            "users": [{ "name": "u", "user": { "token": token } }],
-            "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u" } }],
-            "current-context": "x",
-        });
-        replace(&path, &serde_json::to_vec(&config)?)?;
+        let server = format!("https://{}/agents/{AGENT}", self.address);
+        endpoint::write_kubeconfig(&path, &server, &self.ca, json!({ "token": token }), None)?;
         Ok(path)
     }
 
     /// Runs `kasctl kubeconfig` for a token and returns the file, which is new or the one before.
     async fn kasctl_kubeconfig(&self, token: &str, arguments: &[&str]) -> Result<PathBuf> {
-        let (config, file) = (self.files.path().join("kasctl-config"), self.files.path().join("token"));
-        replace(&file, token.as_bytes())?;
-        let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
-        let output = Command::new(kasctl)
-            .args(["kubeconfig", "--url", &format!("https://{}/", self.address)])
-            .args(arguments)
-            .arg("--ca-file")
-            .arg(&self.ca)
-            .arg("--kubeconfig")
-            .arg(&config)
-            .arg("--token-file")
-            .arg(&file)
-            .kill_on_drop(true)
-            .output();
-        let output = timeout(SOON, output).await.context("kasctl did not end")??;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Ok(config)
+        endpoint::kasctl_kubeconfig(self.files.path(), self.address, &self.ca, token, arguments).await
     }
 
     /// Returns the lines of the audit log about requests of a kind that have ended.

@@ -10,6 +10,7 @@ mod deploy;
 mod exec;
 mod failures;
 mod kubectl;
+mod libraries;
 mod memory;
 mod policy;
 mod reads;

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
     certificates::Certificates,
+    endpoint::{self, JANE},
     kas::{Kas, replace, token},
     kubernetes::{Access, Kubernetes},
     process::{SOON, program},
@@ -22,8 +23,6 @@ use tokio::{
 
 use crate::setup::{AGENT, exclusive};
 
-/// The token of the user `jane`, who uses the agent with the rights of agentk.
-const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
 /// The token of the user `joe`, whose requests run as the user `kas:deployer`.
 const JOE: &str = "kasu_joejoejoejoejoejoejoejoejoejoejoejoejoejoej";
 
@@ -39,27 +38,13 @@ impersonated:
 fn kubeconfig(folder: &Path, name: &str, token: &str, address: SocketAddr, ca: &Path) -> Result<PathBuf> {
     let path = folder.join(name);
     let server = format!("https://{address}/agents/{AGENT}");
-    let cluster = json!({ "server": server, "certificate-authority": ca });
-    let config = json!({
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{ "name": "c", "cluster": cluster }],
-        "users": [{ "name": "u", "user": { "token": token } }],
-        "contexts": [{ "name": "x", "context": { "cluster": "c", "user": "u" } }],
-        "current-context": "x",
-    });
-    replace(&path, &serde_json::to_vec(&config)?)?;
+    endpoint::write_kubeconfig(&path, &server, ca, json!({ "token": token }), None)?;
     Ok(path)
 }
 
 async fn start_kas(folder: &Path) -> Result<(Kas, SocketAddr, PathBuf)> {
     let users = folder.join("users.yaml");
-    let user = |name: &str, token: &str| {
-        let hash = ids::TokenHash::of(token.as_bytes()).to_hex();
-        json!({ "name": name, "tokens": [format!("sha256:{hash}")] })
-    };
-    let list = json!({ "users": [user("jane", JANE), user("joe", JOE)] });
-    replace(&users, &serde_json::to_vec(&list)?)?;
+    endpoint::write_users(&users, &[("jane", JANE), ("joe", JOE)])?;
     // kubectl sends its token to a server with TLS only.
     let certificates = Certificates::new(folder, &["127.0.0.1"])?;
     let deployer = json!({ "impersonate": { "username": "kas:deployer", "groups": ["kas:ci"] } });
@@ -76,12 +61,7 @@ async fn start_kas(folder: &Path) -> Result<(Kas, SocketAddr, PathBuf)> {
         ],
     } } }))
     .await?;
-    let address = kas
-        .process
-        .logged("where kubectl is served", |line| {
-            (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-        })
-        .await?;
+    let address = endpoint::address(&kas).await?;
     Ok((kas, address, certificates.ca))
 }
 

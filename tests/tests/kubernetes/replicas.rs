@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
+    endpoint,
     gitlab::{AUTHORIZE_PROXY_USER, GitLab, Reply},
     kas::{eventually, merge, token},
     kubernetes::{Kubernetes, Tools},
@@ -21,8 +22,7 @@ use tokio::{
 
 use crate::{
     clients::{
-        Client, Endpoint, Files, POD, Talk, Workload, commands_have_ended, commands_have_started,
-        endpoint_of, line, lines,
+        Client, Endpoint, Files, POD, Talk, Workload, commands_have_ended, commands_have_started, line, lines,
     },
     exec::{JOHN, found_tools, john},
     setup::{AGENT, Exclusive, exclusive},
@@ -58,7 +58,7 @@ impl Setup {
         let mut config = files.config();
         merge(&mut config, over);
         let mesh = Mesh::start_with(Options { replicas: 2, agents: 1, config, ..Options::default() }).await?;
-        let clients = Balancer::start(vec![endpoint_of(mesh.kas(EDGE)).await?]).await?;
+        let clients = Balancer::start(vec![endpoint::address(mesh.kas(EDGE)).await?]).await?;
         let agents = Balancer::start(vec![mesh.agents(OWNER)]).await?;
         let workload = Workload::start(&kubernetes, tools, namespace).await?;
         let agentk =
@@ -145,7 +145,7 @@ async fn a_killed_edge_ends_execs_and_lets_watches_go_on_at_another_replica() ->
     let watched = files.audited_since("start", "watch", 0, 3).await?;
     ensure!(watched.len() == 3, "{watched:?}");
 
-    setup.clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?]);
+    setup.clients.set_targets(vec![endpoint::address(mesh.kas(OWNER)).await?]);
     mesh.kill(EDGE).await?;
 
     // kubectl with SPDY takes the end of its connection for that of the command: kubernetes/kubernetes does
@@ -387,20 +387,30 @@ async fn a_followed_log_that_nobody_reads_ends_with_its_session() -> Result<()> 
     Ok(())
 }
 
-/// How often a replica is killed under the informers, and how many times.
+/// How often a replica is killed under the informers, and how many times, unless `KAS_INFORMERS_KILLS` says
+/// otherwise.
 const KILL_EACH: Duration = Duration::from_secs(20);
 const KILLS: usize = 6;
+
+fn kills() -> Result<usize> {
+    let Ok(text) = std::env::var("KAS_INFORMERS_KILLS") else { return Ok(KILLS) };
+    text.parse().with_context(|| format!("KAS_INFORMERS_KILLS={text}: not a number"))
+}
 
 /// Fails if an informer of client-go misses a change, stops, or lists all objects again more often than a
 /// replica was killed.
 #[tokio::test]
 #[ignore = "takes two minutes; cargo xtask ci runs it"]
 async fn informers_outlast_killed_replicas() -> Result<()> {
+    let kills = kills()?;
     let tools = found_tools().await?;
     let mut setup = Setup::start(&tools, "informers", json!({})).await?;
     let Setup { mesh, endpoint, clients, agents, kubernetes, .. } = &mut setup;
     agents.set_targets(vec![mesh.agents(OWNER), mesh.agents(EDGE)]);
-    clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?, endpoint_of(mesh.kas(EDGE)).await?]);
+    clients.set_targets(vec![
+        endpoint::address(mesh.kas(OWNER)).await?,
+        endpoint::address(mesh.kas(EDGE)).await?,
+    ]);
     let path = |path: &std::path::Path| path.to_str().map(str::to_owned).context("the path is UTF-8");
     let through = path(&endpoint.kubeconfig(&Client::current(&tools))?)?;
     let direct = path(&kubernetes.admin_kubeconfig())?;
@@ -411,7 +421,7 @@ async fn informers_outlast_killed_replicas() -> Result<()> {
 
     let mut ticks = interval_at(Instant::now() + KILL_EACH, KILL_EACH);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    for kill in 0..KILLS {
+    for kill in 0..kills {
         ticks.tick().await;
         ensure!(informers.is_running(), "the informers have ended");
         // Each in turn is the owner, the edge, or both.
@@ -419,7 +429,10 @@ async fn informers_outlast_killed_replicas() -> Result<()> {
         mesh.kill(replica).await?;
         mesh.restart(replica).await?;
         // Its new process listens at another port.
-        clients.set_targets(vec![endpoint_of(mesh.kas(OWNER)).await?, endpoint_of(mesh.kas(EDGE)).await?]);
+        clients.set_targets(vec![
+            endpoint::address(mesh.kas(OWNER)).await?,
+            endpoint::address(mesh.kas(EDGE)).await?,
+        ]);
     }
     informers.terminate();
     let status = informers.exited(4 * SOON).await?;
@@ -428,7 +441,7 @@ async fn informers_outlast_killed_replicas() -> Result<()> {
     println!("{told}");
     // One list each at the beginning.
     let most = told["most_lists"].as_u64().context("a number")?;
-    ensure!(most <= 1 + KILLS as u64, "{told}");
-    ensure!(told["writes"].as_u64() > Some(KILLS as u64 * 100), "{told}");
+    ensure!(most <= 1 + kills as u64, "{told}");
+    ensure!(told["writes"].as_u64() > Some(kills as u64 * 100), "{told}");
     Ok(())
 }

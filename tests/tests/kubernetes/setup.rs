@@ -3,7 +3,6 @@
 use std::{
     path::PathBuf,
     process::{ExitStatus, Stdio},
-    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -24,9 +23,10 @@ use testkit::{
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, Lines},
     process::{Child, ChildStderr, ChildStdin, ChildStdout, Command},
-    sync::{Mutex, MutexGuard},
     time::{Instant, sleep, timeout},
 };
+
+pub(crate) use testkit::kubernetes::{Exclusive, exclusive};
 
 /// The agent's id: one of the two that every kas in tests knows.
 pub(crate) const AGENT: i64 = 1;
@@ -42,35 +42,6 @@ pub(crate) const AT_ONCE: Duration = Duration::from_secs(12);
 
 /// How long to wait to see that something does not happen.
 pub(crate) const NEVER: Duration = Duration::from_millis(500);
-
-/// Exclusive use of the API server: until it is dropped, no other test of this program runs.
-pub(crate) struct Exclusive {
-    // Dropped before the lock: the last test stops the servers.
-    pub(crate) kubernetes: Arc<Kubernetes>,
-    _lock: MutexGuard<'static, ()>,
-}
-
-/// Waits for exclusive use. The API server runs as long as any test uses it or waits for it.
-pub(crate) async fn exclusive() -> Result<Exclusive> {
-    static SHARED: Mutex<Weak<Kubernetes>> = Mutex::const_new(Weak::new());
-    static EXCLUSIVE: Mutex<()> = Mutex::const_new(());
-
-    let kubernetes = {
-        let mut shared = SHARED.lock().await;
-        match shared.upgrade() {
-            Some(kubernetes) => kubernetes,
-            None => {
-                let kubernetes = Arc::new(Kubernetes::start().await?);
-                *shared = Arc::downgrade(&kubernetes);
-                kubernetes
-            }
-        }
-    };
-    let exclusive = EXCLUSIVE.lock().await;
-    // A test that stopped it may have failed before it was started again.
-    kubernetes.start_api_server().await?;
-    Ok(Exclusive { kubernetes, _lock: exclusive })
-}
 
 /// One kas, and one agentk that is connected to it.
 pub(crate) struct Chain {

@@ -3,13 +3,14 @@
 //!
 //! kubectl itself is in [`exec`](crate::exec).
 
-use std::{net::SocketAddr, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    kas::{Kas, replace, token},
+    endpoint::{self, JANE},
+    kas::token,
     process::SOON,
 };
 use tokio::{
@@ -20,51 +21,26 @@ use tokio::{
 
 use crate::setup::AGENT;
 
-/// The token of the user `jane`, who may use every agent with the rights of agentk.
-const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
-
 /// A kas with the endpoint, and an agentk whose API server is this test.
 struct Endpoint {
-    kas: Kas,
-    address: SocketAddr,
+    served: endpoint::Endpoint,
     api_server: TcpListener,
     _agentk: Agentk,
-    files: tempfile::TempDir,
 }
 
 impl Endpoint {
     async fn start(drain: Value) -> Result<Self> {
-        let files = tempfile::TempDir::with_prefix("upgrades-test-")?;
-        let users = files.path().join("users.yaml");
-        let hash = ids::TokenHash::of(JANE.as_bytes()).to_hex();
-        let list = json!({ "users": [{ "name": "jane", "tokens": [format!("sha256:{hash}")] }] });
-        replace(&users, &serde_json::to_vec(&list)?)?;
-        let kas = Kas::start_with_config(json!({
-            "agent": { "kubernetes_api": {
-                "listen": { "address": "127.0.0.1:0" },
-                "users": { "file": users },
-                "access": [{ "agents": "all", "users": ["kas:jane"], "as": "agent" }],
-            } },
-            "drain": drain,
-            "observability": { "audit": { "output": files.path().join("audit.log") } },
-        }))
-        .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
+        let served = endpoint::Endpoint::start_audited(json!({ "drain": drain })).await?;
         let api_server = TcpListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", api_server.local_addr()?);
-        let agentk = Agentk::start_with(kas.agent, &token(AGENT), &url).await?;
+        let agentk = Agentk::start_with(served.kas.agent, &token(AGENT), &url).await?;
         agentk.connected().await?;
-        Ok(Self { kas, address, api_server, _agentk: agentk, files })
+        Ok(Self { served, api_server, _agentk: agentk })
     }
 
     /// Opens an upgraded connection. Returns its end at the client, and that at the API server.
     async fn upgrade(&self, method: &str, protocol: &str) -> Result<(TcpStream, TcpStream)> {
-        let mut client = TcpStream::connect(self.address).await?;
+        let mut client = TcpStream::connect(self.served.address).await?;
         let request = format!(
             "{method} /agents/{AGENT}/api/v1/namespaces/a/pods/b/exec?command=sh HTTP/1.1\r\nHost: kas\r\nAuthorization: \
              Bearer {JANE}\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\nX-Stream-Protocol-Version: v4\r\n\r\n"
@@ -91,10 +67,10 @@ impl Endpoint {
 
     /// Returns the line of the audit log about the end of the upgrade.
     fn ended(&self) -> Result<Value> {
-        let text = std::fs::read_to_string(self.files.path().join("audit.log"))?;
-        let lines = text.lines().map(serde_json::from_str::<Value>).collect::<Result<Vec<_>, _>>()?;
-        let line = lines.into_iter().find(|line| line["event"] == "end" && line["kind"] == "upgrade");
-        line.with_context(|| format!("no upgrade has ended: {text}"))
+        let mut lines = self.served.audited()?;
+        let is_it = |line: &Value| line["event"] == "end" && line["kind"] == "upgrade";
+        let at = lines.iter().position(is_it).with_context(|| format!("no upgrade has ended: {lines:?}"))?;
+        Ok(lines.swap_remove(at))
     }
 }
 
@@ -156,7 +132,7 @@ async fn bytes_pass_unchanged_and_ends_are_passed_on() -> Result<()> {
     api.set_zero_linger()?;
     drop(api);
     ensure!(rest(&mut client).await.is_err(), "the client sees a reset");
-    endpoint.kas.metric_is("kas_kubernetes_open{kind=\"upgrade\"}", 0.0).await?;
+    endpoint.served.kas.metric_is("kas_kubernetes_open{kind=\"upgrade\"}", 0.0).await?;
     Ok(())
 }
 
@@ -166,8 +142,9 @@ async fn an_upgraded_connection_outlasts_the_drain_and_is_told_the_end_of_its_gr
     let endpoint = Endpoint::start(drain).await?;
     let (mut client, mut api) = endpoint.upgrade("GET", "websocket").await?;
     passes(&mut client, &mut api, b"before").await?;
-    endpoint.kas.process.terminate();
+    endpoint.served.kas.process.terminate();
     endpoint
+        .served
         .kas
         .process
         .logged("that it waits", |line| {
@@ -180,7 +157,7 @@ async fn an_upgraded_connection_outlasts_the_drain_and_is_told_the_end_of_its_gr
     // Close, 1001.
     assert_eq!(rest(&mut client).await?, [0x88, 2, 3, 233]);
     ensure!(rest(&mut api).await.is_err(), "the API server sees a reset");
-    let status = endpoint.kas.process.exited(Duration::from_secs(20)).await?;
+    let status = endpoint.served.kas.process.exited(Duration::from_secs(20)).await?;
     ensure!(status.success(), "{status}");
     let line = endpoint.ended()?;
     assert_eq!(

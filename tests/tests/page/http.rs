@@ -1,12 +1,11 @@
 //! The page without a browser: its responses, the limit of viewers, and its cost.
 
-use std::net::SocketAddr;
-
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    kas::{Kas, eventually, replace, token},
+    endpoint::{self, JANE},
+    kas::{Kas, eventually, token},
     process::soon,
 };
 use tokio::{
@@ -144,50 +143,26 @@ async fn page_shows_no_secret_and_no_address_of_agents() -> Result<()> {
     Ok(())
 }
 
-/// The token of the user `jane`, who may use every agent.
-const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
-
 /// A kas with the page and the endpoint for kubectl, and an agentk whose API server is the test.
 struct Endpoint {
-    kas: Kas,
-    address: SocketAddr,
+    served: endpoint::Endpoint,
     api_server: TcpListener,
     _agentk: Agentk,
-    _users: tempfile::TempDir,
 }
 
 impl Endpoint {
     async fn start(page: Value) -> Result<Self> {
-        let folder = tempfile::TempDir::with_prefix("page-test-")?;
-        let users = folder.path().join("users.yaml");
-        let hash = ids::TokenHash::of(JANE.as_bytes()).to_hex();
-        let list = json!({ "users": [{ "name": "jane", "tokens": [format!("sha256:{hash}")] }] });
-        replace(&users, &serde_json::to_vec(&list)?)?;
-        let kas = Kas::start_with_config(json!({
-            "agent": { "kubernetes_api": {
-                "listen": { "address": "127.0.0.1:0" },
-                "users": { "file": users },
-                "access": [{ "agents": "all", "users": ["kas:jane"], "as": "agent" }],
-            } },
-            "observability": { "page": page },
-        }))
-        .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
+        let served = endpoint::Endpoint::start(json!({ "observability": { "page": page } })).await?;
         let api_server = TcpListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", api_server.local_addr()?);
-        let agentk = Agentk::start_with(kas.agent, &token(1), &url).await?;
+        let agentk = Agentk::start_with(served.kas.agent, &token(1), &url).await?;
         agentk.connected().await?;
-        Ok(Self { kas, address, api_server, _agentk: agentk, _users: folder })
+        Ok(Self { served, api_server, _agentk: agentk })
     }
 
     /// Begins a watch. Returns its end at the client, and that at the API server.
     async fn watch(&self) -> Result<(TcpStream, TcpStream)> {
-        let mut client = TcpStream::connect(self.address).await?;
+        let mut client = TcpStream::connect(self.served.address).await?;
         let request = format!(
             "GET /agents/1/api/v1/pods?watch=1 HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {JANE}\r\n\r\n"
         );
@@ -229,13 +204,13 @@ async fn watches(stream: &mut Stream, open: u64) -> Result<Value> {
 #[tokio::test]
 async fn long_requests_are_counted_without_the_names_of_their_callers() -> Result<()> {
     let endpoint = Endpoint::start(json!({ "enabled": true })).await?;
-    let mut stream = Stream::open(&endpoint.kas, "/page/events").await?;
+    let mut stream = Stream::open(&endpoint.served.kas, "/page/events").await?;
     watches(&mut stream, 0).await?;
     let (client, api) = endpoint.watch().await?;
     let long = watches(&mut stream, 1).await?;
     ensure!(long["callers"].is_null() && long["omitted"] == 0, "{long}");
     // A viewer that comes later has it, too.
-    let mut later = Stream::open(&endpoint.kas, "/page/events").await?;
+    let mut later = Stream::open(&endpoint.served.kas, "/page/events").await?;
     let long = watches(&mut later, 1).await?;
     ensure!(!long.to_string().contains("jane"), "{long}");
     drop((client, api));
@@ -246,7 +221,7 @@ async fn long_requests_are_counted_without_the_names_of_their_callers() -> Resul
 #[tokio::test]
 async fn callers_of_long_requests_are_named_if_the_configuration_says_so() -> Result<()> {
     let endpoint = Endpoint::start(json!({ "enabled": true, "callers": true })).await?;
-    let mut stream = Stream::open(&endpoint.kas, "/page/events").await?;
+    let mut stream = Stream::open(&endpoint.served.kas, "/page/events").await?;
     let _watch = endpoint.watch().await?;
     let long = watches(&mut stream, 1).await?;
     let caller = json!({ "name": "kas:jane", "source": "file", "kind": "watch", "agent": "1", "open": 1 });

@@ -13,7 +13,8 @@ use http::StatusCode;
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    kas::{Kas, replace, token},
+    endpoint,
+    kas::token,
     process::SOON,
     proxy::{Passes, Proxy},
 };
@@ -22,8 +23,7 @@ use tokio::task::JoinSet;
 use crate::{
     HAPROXY,
     exchange::{
-        Answer, ApiServer, Asked, JANE, Protocol, Served, Upgraded, ask_for_upgrade, head_of, within,
-        within_time,
+        Answer, ApiServer, Asked, Protocol, Served, Upgraded, ask_for_upgrade, head_of, within, within_time,
     },
 };
 
@@ -43,34 +43,17 @@ const MIB: usize = 1024 * 1024;
 struct Endpoint {
     address: SocketAddr,
     api_server: ApiServer,
-    _kas: Kas,
+    _served: endpoint::Endpoint,
     _agentk: Agentk,
-    _files: tempfile::TempDir,
 }
 
 impl Endpoint {
     async fn start() -> Result<Self> {
-        let files = tempfile::TempDir::with_prefix("balancers-test-")?;
-        let users = files.path().join("users.yaml");
-        let hash = ids::TokenHash::of(JANE.as_bytes()).to_hex();
-        let list = json!({ "users": [{ "name": "jane", "tokens": [format!("sha256:{hash}")] }] });
-        replace(&users, &serde_json::to_vec(&list)?)?;
-        let kas = Kas::start_with_config(json!({ "agent": { "kubernetes_api": {
-            "listen": { "address": "127.0.0.1:0" },
-            "users": { "file": users },
-            "access": [{ "agents": "all", "users": ["kas:jane"], "as": "agent" }],
-        } } }))
-        .await?;
-        let address = kas
-            .process
-            .logged("where kubectl is served", |line| {
-                (line["message"] == "kas is serving").then(|| line["kubernetes"].as_str()?.parse().ok())?
-            })
-            .await?;
+        let served = endpoint::Endpoint::start(json!({})).await?;
         let api_server = ApiServer::start().await?;
-        let agentk = Agentk::start_with(kas.agent, &token(1), &api_server.url()?).await?;
+        let agentk = Agentk::start_with(served.kas.agent, &token(1), &api_server.url()?).await?;
         agentk.connected().await?;
-        Ok(Self { address, api_server, _kas: kas, _agentk: agentk, _files: files })
+        Ok(Self { address: served.address, api_server, _served: served, _agentk: agentk })
     }
 }
 

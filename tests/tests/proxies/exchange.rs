@@ -15,6 +15,7 @@ use hyper::{
 };
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use testkit::{
+    endpoint::JANE,
     http1::{Head, put_chunk, read_head},
     process::SOON,
     proxy::Proxy,
@@ -27,9 +28,6 @@ use tokio::{
     time::timeout,
 };
 use tungstenite::handshake::derive_accept_key;
-
-/// The token of the user `jane`, who may use every agent with the rights of agentk.
-pub(crate) const JANE: &str = "kasu_janejanejanejanejanejanejanejanejanejanejan";
 
 /// The key of every handshake of WebSocket here: the example of RFC 6455.
 const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";

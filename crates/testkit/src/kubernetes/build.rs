@@ -42,9 +42,9 @@ const API_SERVER: Module = Module {
 const NODE: Module = Module {
     folder: "kubernetes/node",
     name: "kubernetes-node",
-    source: &["informers/main.go", "kubelet/main.go"],
-    programs: &["informers", "kubectl", "kubelet"],
-    announcement: "kubectl, and a kubelet and informers of tests: about two minutes",
+    source: &["informers/main.go", "kubelet/main.go", "library/main.go", "library/streams.go"],
+    programs: &["informers", "kubectl", "kubelet", "library"],
+    announcement: "kubectl, and a kubelet and clients of tests: about two minutes",
 };
 
 const OLD_KUBECTL: Module = Module {
@@ -53,6 +53,14 @@ const OLD_KUBECTL: Module = Module {
     source: &[],
     programs: &["kubectl"],
     announcement: "kubectl 1.29: about three minutes",
+};
+
+const HELM: Module = Module {
+    folder: "kubernetes/helm",
+    name: "helm",
+    source: &[],
+    programs: &["helm"],
+    announcement: "helm: about three minutes",
 };
 
 /// Where the servers' executables are.
@@ -75,6 +83,8 @@ pub struct Tools {
     pub kubelet: PathBuf,
     /// A client that keeps copies of objects, see `tests/kubernetes/node/informers`.
     pub informers: PathBuf,
+    /// A client that does what client-go can do, see `tests/kubernetes/node/library`.
+    pub library: PathBuf,
 }
 
 /// Finds etcd and kube-apiserver, and builds them when this machine has none yet.
@@ -98,7 +108,7 @@ pub fn binaries() -> Result<Binaries> {
     Ok(Binaries { etcd: folder.join("etcd"), kube_apiserver: folder.join("kube-apiserver") })
 }
 
-/// Finds both `kubectl`, the kubelet and the informers, and builds them when this machine has none yet, even
+/// Finds both `kubectl`, the kubelet and the clients, and builds them when this machine has none yet, even
 /// if `KUBEBUILDER_ASSETS` is set. Blocks for minutes when they must be built.
 ///
 /// # Errors
@@ -110,8 +120,19 @@ pub fn tools() -> Result<Tools> {
         kubectl: node.join("kubectl"),
         kubelet: node.join("kubelet"),
         informers: node.join("informers"),
+        library: node.join("library"),
         kubectl_1_29: OLD_KUBECTL.provide()?.join("kubectl"),
     })
+}
+
+/// Finds Helm's own program, and builds it when this machine has none yet. Blocks for minutes when it must be
+/// built.
+///
+/// # Errors
+///
+/// When there is no Go, or the build fails.
+pub fn helm() -> Result<PathBuf> {
+    Ok(HELM.provide()?.join("helm"))
 }
 
 impl Module {
@@ -195,19 +216,20 @@ impl Module {
     }
 }
 
-/// Sets the version of Kubernetes to that of its release build: clients read it from `/version`.
+/// Sets the version of Kubernetes, if the module builds some of it, to that of its release build: clients read
+/// it from `/version`.
 fn linker_flags(requirements: &str) -> Result<String> {
+    let mut flags = "-s -w".to_owned();
     let version = requirements
         .lines()
         .filter_map(|line| line.trim().strip_prefix("k8s.io/kubernetes v"))
-        .find_map(|rest| rest.split_whitespace().next())
-        .context("go.mod does not require k8s.io/kubernetes")?;
+        .find_map(|rest| rest.split_whitespace().next());
+    let Some(version) = version else { return Ok(flags) };
     let mut parts = version.split('.');
     let (Some(major), Some(minor)) = (parts.next(), parts.next()) else {
         bail!("{version} is not a version of Kubernetes");
     };
 
-    let mut flags = "-s -w".to_owned();
     for (name, value) in
         [("gitVersion", format!("v{version}").as_str()), ("gitMajor", major), ("gitMinor", minor)]
     {
@@ -230,9 +252,9 @@ fn go(module: &Path, arguments: &[&str]) -> Result<String> {
         .output();
     let output = match output {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
-            "these tests run a real kube-apiserver, etcd and kubectl: install Go 1.26 or newer, which builds \
-             them once. Some tests need only the two servers: for those, KUBEBUILDER_ASSETS may name a \
-             folder with them instead (`setup-envtest use -p path` makes one)"
+            "these tests run a real kube-apiserver, etcd, kubectl and helm: install Go 1.26 or newer, which \
+             builds them once. Some tests need only the two servers: for those, KUBEBUILDER_ASSETS may name \
+             a folder with them instead (`setup-envtest use -p path` makes one)"
         ),
         output => output.context("could not run go")?,
     };

@@ -1,0 +1,176 @@
+//! A client of the API server, with the rights of the administrator.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use bytes::Bytes;
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::ServerName;
+use serde_json::{Value, json};
+use tokio::{
+    net::TcpStream,
+    time::{Instant, sleep, timeout},
+};
+use tokio_rustls::TlsConnector;
+
+use super::{POLL, REQUEST_WITHIN, keys::Keys};
+
+/// Talks to the API server as administrator.
+pub(super) struct Client {
+    pub(super) address: SocketAddr,
+    tls: TlsConnector,
+}
+
+impl Client {
+    pub(super) fn new(port: u16, keys: &Keys) -> Result<Self> {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(keys.ca.clone())?;
+        // Named rather than taken from the process's default, which belongs to the test.
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(vec![keys.admin_certificate.clone()], keys.admin_key.clone_key())?;
+        tls.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Self { address: (Ipv4Addr::LOCALHOST, port).into(), tls: TlsConnector::from(Arc::new(tls)) })
+    }
+
+    pub(super) async fn connect(&self) -> Result<Connection> {
+        let connect = async {
+            let tcp = TcpStream::connect(self.address).await?;
+            tcp.set_nodelay(true)?;
+            let tls = self.tls.connect(ServerName::IpAddress(self.address.ip().into()), tcp).await?;
+            let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(tls)).await?;
+            // What ends the connection also fails the requests on it, which report it.
+            let driver = tokio::spawn(async move {
+                let _ = connection.await;
+            });
+            anyhow::Ok(Connection { sender, driver, server: format!("https://{}", self.address) })
+        };
+        timeout(REQUEST_WITHIN, connect)
+            .await
+            .context("connecting to the API server took too long")?
+            .context("could not connect to the API server")
+    }
+
+    pub(super) async fn is_ready(&self) -> bool {
+        let ask = async {
+            let connection = self.connect().await?;
+            connection.send(Method::GET, "/readyz", Bytes::new()).await
+        };
+        matches!(ask.await, Ok((StatusCode::OK, _)))
+    }
+}
+
+/// One HTTP/2 connection, for any number of requests at once.
+pub(super) struct Connection {
+    sender: http2::SendRequest<Full<Bytes>>,
+    driver: tokio::task::JoinHandle<()>,
+    server: String,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+impl Connection {
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
+        let request = Request::builder()
+            .method(method)
+            .uri(format!("{}{path}", self.server))
+            .header(http::header::CONTENT_TYPE, "application/json")
+            .header(http::header::ACCEPT, "application/json")
+            .body(Full::new(body))?;
+        let mut sender = self.sender.clone();
+        let exchange = async {
+            sender.ready().await?;
+            let response = sender.send_request(request).await?;
+            let status = response.status();
+            anyhow::Ok((status, response.into_body().collect().await?.to_bytes()))
+        };
+        timeout(REQUEST_WITHIN, exchange)
+            .await
+            .with_context(|| format!("a request to {path} took longer than {REQUEST_WITHIN:?}"))?
+            .with_context(|| format!("a request to {path} failed"))
+    }
+
+    async fn post(&self, path: &str, object: &Value) -> Result<(StatusCode, Value)> {
+        let (status, body) = self.send(Method::POST, path, object.to_string().into()).await?;
+        let body = serde_json::from_slice(&body).unwrap_or_else(|_| String::from_utf8_lossy(&body).into());
+        Ok((status, body))
+    }
+
+    /// Creates an object that must not exist yet, and returns it as the API server has stored it.
+    pub(super) async fn create(&self, path: &str, object: &Value) -> Result<Value> {
+        let (status, answer) = self.post(path, object).await?;
+        ensure!(status.is_success(), "the API server refused POST {path} ({status}): {}", reason(&answer));
+        Ok(answer)
+    }
+
+    /// Creates an object with a status, which the API server ignores in the first of the two requests.
+    pub(super) async fn create_with_status(&self, path: &str, object: &Value, status: Value) -> Result<()> {
+        let mut object = self.create(path, object).await?;
+        let name = object["metadata"]["name"].as_str().context("a created object has a name")?;
+        let path = format!("{path}/{name}/status");
+        object["status"] = status;
+        let (status, body) = self.send(Method::PUT, &path, object.to_string().into()).await?;
+        ensure!(
+            status.is_success(),
+            "the API server refused PUT {path} ({status}): {}",
+            String::from_utf8_lossy(&body)
+        );
+        Ok(())
+    }
+
+    /// Creates an object unless it exists.
+    pub(super) async fn ensure(&self, path: &str, object: &Value) -> Result<()> {
+        let (status, answer) = self.post(path, object).await?;
+        ensure!(
+            status.is_success() || status == StatusCode::CONFLICT,
+            "the API server refused POST {path} ({status}): {}",
+            reason(&answer)
+        );
+        Ok(())
+    }
+
+    pub(super) async fn wait_until_may_list_pods(&self, namespace: &str, name: &str) -> Result<()> {
+        let review = json!({
+            "spec": {
+                "user": format!("system:serviceaccount:{namespace}:{name}"),
+                "groups": ["system:serviceaccounts", format!("system:serviceaccounts:{namespace}")],
+                "resourceAttributes": { "namespace": namespace, "resource": "pods", "verb": "list" },
+            },
+        });
+        let deadline = Instant::now() + REQUEST_WITHIN;
+        loop {
+            let (status, answer) =
+                self.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", &review).await?;
+            ensure!(
+                status.is_success(),
+                "the API server refused an access review ({status}): {}",
+                reason(&answer)
+            );
+            if answer["status"]["allowed"] == true {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{namespace}/{name} may not list pods after {REQUEST_WITHIN:?}"
+            );
+            sleep(POLL).await;
+        }
+    }
+}
+
+/// Returns the sentence in the API server's Status object, or the whole answer when it is something else.
+fn reason(answer: &Value) -> String {
+    answer["message"].as_str().map_or_else(|| answer.to_string(), str::to_owned)
+}
