@@ -303,6 +303,75 @@ fn every_limit_and_every_reason_of_a_refusal_is_in_the_manual() -> Result<()> {
     Ok(())
 }
 
+/// Returns the parts of a text between two marks.
+fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<Item = &'a str> {
+    text.split(open).skip(1).filter_map(move |rest| rest.split_once(close).map(|(part, _)| part))
+}
+
+/// Returns the parts of a text that stand between two of these marks.
+fn quoted<'a>(text: &'a str, mark: &'a str) -> impl Iterator<Item = &'a str> {
+    text.split(mark).skip(1).step_by(2)
+}
+
+#[test]
+fn what_happens_when_names_metrics_alerts_and_times_that_exist() -> Result<()> {
+    let read = |path: &str| fs::read_to_string(root().join(path)).with_context(|| path.to_owned());
+    let manual = manual()?;
+    let section = manual.split("\n## ").find(|section| section.starts_with("What happens when\n"));
+    let section = section.context("its section")?;
+
+    // Metrics have rows below "Metrics of", and so have the values of their labels.
+    let mut metrics = 0;
+    for code in quoted(section, "`").filter(|code| code.starts_with("kas_") || code.starts_with("agentk_")) {
+        let (name, labels) = code.split_once('{').unwrap_or((code, ""));
+        let row = manual.lines().find(|line| line.starts_with(&format!("| `{name}` ")));
+        let row = row.with_context(|| format!("{name} has no row in docs/operations.md"))?;
+        for value in quoted(labels, "\"") {
+            assert!(row.contains(&format!("`{value}`")), "{name} has no {value}: {row}");
+        }
+        metrics += 1;
+    }
+    assert!(metrics >= 20, "only {metrics} metrics were found");
+
+    let rules = read("deploy/monitoring/rules.yaml")?;
+    let mut alerts = 0;
+    for link in between(section, "](alerts.md#", ")") {
+        let mut names = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+        let name = names.find(|name| name.to_lowercase() == link);
+        let name = name.with_context(|| format!("deploy/monitoring/rules.yaml has no alert {link}"))?;
+        assert!(section.contains(&format!("[{name}](alerts.md#{link})")), "{name}");
+        alerts += 1;
+    }
+    assert!(alerts >= 20, "only {alerts} alerts were found");
+
+    // Measured times are those of the last run of the benchmarks.
+    let benchmarks = read("docs/benchmarks.md")?;
+    let mut times = 0;
+    for rest in section.split("p50 ").skip(1) {
+        let Some((p50, rest)) = rest.split_once(" ms, p99 ") else { continue };
+        let p99 = rest.split_once(" ms").context("a time in milliseconds")?.0;
+        let row = benchmarks.lines().find(|line| line.contains(&format!(" | {p50} | {p99} | ")));
+        assert!(row.is_some(), "docs/benchmarks.md has no p50 of {p50} ms with a p99 of {p99} ms");
+        times += 1;
+    }
+    assert!(times >= 10, "only {times} times were found");
+    Ok(())
+}
+
+#[test]
+fn every_manifest_of_chaos_mesh_is_in_the_manual() -> Result<()> {
+    let manual = manual()?;
+    let section = manual.split("\n## ").find(|section| section.starts_with("Try it on your own cluster\n"));
+    let rows: BTreeSet<_> = between(section.context("its section")?, "\n| `s", "`").collect();
+    let mut files = BTreeSet::new();
+    for entry in fs::read_dir(root().join("deploy/chaos-mesh"))? {
+        files.insert(entry?.file_name().to_string_lossy().into_owned());
+    }
+    let rows: BTreeSet<_> = rows.into_iter().map(|rest| format!("s{rest}")).collect();
+    assert_eq!(rows, files);
+    Ok(())
+}
+
 #[test]
 fn the_scanner_reads_messages_as_they_are_logged() {
     let source = "tracing::warn!(\n  error = \"field\", // \"comment\"\n  ?x(\"inner\"),\n  \"one \\\n      two {x} three \\\"four\\\"\"\n); \"after\"";

@@ -60,6 +60,24 @@ pub(crate) async fn run(
         .await
 }
 
+/// Returns the connections of all agents. If a replica did not answer, a warning names it.
+///
+/// # Errors
+/// The list cannot be read.
+pub(crate) async fn connected(client: &Client) -> Result<Vec<ConnectedAgentInfo>, Failure> {
+    let call = client.call(CallKind::Kas, Some(UNARY_TIMEOUT));
+    let request = client.request(&call, WatchConnectedAgentsRequest { project_id: 0, agent_id: 0 })?;
+    client
+        .within(&call, async {
+            let answer = client.kas().watch_connected_agents(request).await;
+            let events = answer.map_err(|status| client.explain(&call, &status))?.into_inner();
+            let (agents, unanswered) = Events { events, client, call: &call }.snapshot().await?;
+            warn(&unanswered, PARTIAL);
+            Ok(agents.into_values().collect())
+        })
+        .await
+}
+
 /// What the mark of an unconfirmed connection means.
 const UNCONFIRMED: &str = "a connection whose KAS ends with ? is unconfirmed: a replica of GitLab's kas announced it and \
                            gives no sign of life, so it may have ended up to 5 minutes ago";

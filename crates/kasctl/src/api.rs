@@ -1,6 +1,6 @@
 //! Calls to kas, with their tokens, metadata and time limits.
 
-use std::{path::PathBuf, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use http::Uri;
 use ids::ConnectionId;
@@ -10,6 +10,7 @@ use proto::{
 };
 use tokio::{
     signal::unix::{SignalKind, signal},
+    task::JoinHandle,
     time::Instant,
 };
 use tonic::{Request, Status, metadata::AsciiMetadataValue};
@@ -30,12 +31,12 @@ const CONNECTION_ID: &str = "kas-connection-id";
 /// Requests a trace of the route of a request, which the response contains under the same key.
 pub(crate) const EXPLAIN: &str = "kas-explain";
 /// The correlation id, which kas and the agent log.
-const CORRELATION_ID: &str = "x-gitlab-correlation-id";
+pub(crate) const CORRELATION_ID: &str = "x-gitlab-correlation-id";
 
 /// Default time limit of a unary call.
 pub(crate) const UNARY_TIMEOUT: Duration = Duration::from_secs(30);
 /// How much longer kasctl waits than the limit that it sends to kas, because the status of kas says more.
-const GRACE: Duration = Duration::from_secs(1);
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
 /// Time limit for closing the connection, which cancels open calls.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 /// Maximum size of a response. 50,000 pods with the longest names need 16 MiB.
@@ -53,12 +54,81 @@ pub(crate) struct Settings {
     pub(crate) correlation: Option<AsciiMetadataValue>,
 }
 
-/// A connection to kas, and the data for calls.
+/// Opens connections with the same secret and the same flags.
+#[derive(Clone)]
+pub(crate) struct Connector {
+    secret: Arc<Secret>,
+    tls: TlsOptions,
+    timeout: Option<Duration>,
+    correlation: AsciiMetadataValue,
+}
+
+impl Connector {
+    /// Reads the secret. `addresses` are those that will be connected to.
+    ///
+    /// # Errors
+    /// There is no secret, or flags for TLS are set and none of the addresses uses it.
+    pub(crate) fn new(settings: Settings, addresses: &[Address]) -> Result<Self, Failure> {
+        let Settings { address: _, secret_file, tls, timeout, correlation } = settings;
+        let is_tls = addresses.iter().any(|address| matches!(address, Address::Tcp { tls: true, .. }));
+        if !is_tls && (tls.ca_file.is_some() || tls.server_name.is_some()) {
+            return Err(Failure::Usage(
+                "--ca-file and --server-name need an address that starts with grpcs://",
+            ));
+        }
+        let secret = Arc::new(Secret::load(secret_file.as_deref())?);
+        let correlation = match correlation {
+            Some(given) => given,
+            None => ascii(&jwt::unique_id().map_err(jwt::Error::from)?),
+        };
+        Ok(Self { secret, tls, timeout, correlation })
+    }
+
+    /// Returns the same for replicas that are addressed by IP: unless `--server-name` is set, their
+    /// certificate must have the name of this host.
+    pub(crate) fn for_replicas_of(&self, host: &str) -> Self {
+        let mut connector = self.clone();
+        connector.tls.server_name.get_or_insert_with(|| host.to_owned());
+        connector
+    }
+
+    /// Connects. The task ends when every clone of the client and every call is dropped.
+    ///
+    /// # Errors
+    /// There is no connection, and nothing was sent.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the connection is closed.
+    pub(crate) async fn connect(&self, address: &Address) -> Result<(Client, JoinHandle<()>), Failure> {
+        let scheme = if matches!(address, Address::Tcp { tls: true, .. }) { "https" } else { "http" };
+        let origin = format!("{scheme}://{}", address.authority())
+            .parse()
+            .map_err(|_| Failure::Usage("the host of --address is not a valid name"))?;
+        let began = Instant::now();
+        let connected = link::connect(address, &self.tls).await;
+        let (link, driver) =
+            connected.map_err(|cause| Failure::Connect { address: address.clone(), cause })?;
+        let client = Client {
+            link,
+            origin,
+            address: address.to_string(),
+            secret: Arc::clone(&self.secret),
+            timeout: self.timeout,
+            correlation: self.correlation.clone(),
+            began,
+            connected: Instant::now(),
+        };
+        Ok((client, driver))
+    }
+}
+
+/// A connection to kas, and the data for calls. Clones share the connection.
+#[derive(Clone)]
 pub(crate) struct Client {
     link: Link,
     origin: Uri,
     address: String,
-    secret: Secret,
+    secret: Arc<Secret>,
     timeout: Option<Duration>,
     correlation: AsciiMetadataValue,
     began: Instant,
@@ -73,33 +143,14 @@ pub(crate) async fn with_client(
     settings: Settings,
     work: impl AsyncFnOnce(Client) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
-    let Settings { address, secret_file, tls, timeout, correlation } = settings;
-    if !matches!(address, Address::Tcp { tls: true, .. })
-        && (tls.ca_file.is_some() || tls.server_name.is_some())
-    {
-        return Err(Failure::Usage("--ca-file and --server-name need an address that starts with grpcs://"));
-    }
-    let secret = Secret::load(secret_file.as_deref())?;
-    let correlation = match correlation {
-        Some(given) => given,
-        None => ascii(&jwt::unique_id().map_err(jwt::Error::from)?),
-    };
-    let scheme = if matches!(address, Address::Tcp { tls: true, .. }) { "https" } else { "http" };
-    let origin = format!("{scheme}://{}", address.authority())
-        .parse()
-        .map_err(|_| Failure::Usage("the host of --address is not a valid name"))?;
+    let address = settings.address.clone();
+    let connector = Connector::new(settings, std::slice::from_ref(&address))?;
     // One handler for the rest of the command, so that no Ctrl-C between two waits is lost.
     let mut interrupts = signal(SignalKind::interrupt()).map_err(Failure::Runtime)?;
-    let began = Instant::now();
-    let (link, driver) = tokio::select! {
-        connected = link::connect(&address, &tls) => {
-            connected.map_err(|cause| Failure::Connect { address: address.clone(), cause })?
-        }
+    let (client, driver) = tokio::select! {
+        connected = connector.connect(&address) => connected?,
         _ = interrupts.recv() => return Err(Failure::Interrupted),
     };
-    let connected = Instant::now();
-    let address = address.to_string();
-    let client = Client { link, origin, address, secret, timeout, correlation, began, connected };
     let done = tokio::select! {
         done = work(client) => done,
         _ = interrupts.recv() => Err(Failure::Interrupted),
@@ -120,7 +171,7 @@ impl Client {
             kind,
             address: self.address.clone(),
             secret: self.secret.path().display().to_string(),
-            correlation: self.correlation.to_str().unwrap_or_default().to_owned(),
+            correlation: self.correlation().to_owned(),
             timeout: self.timeout.or(default).filter(|limit| !limit.is_zero()),
             is_answering: false,
         }
@@ -188,6 +239,16 @@ impl Client {
     /// Returns the address of kas.
     pub(crate) fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Whether the connection takes no further calls.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.link.is_closed()
+    }
+
+    /// Returns the correlation id of this command.
+    pub(crate) fn correlation(&self) -> &str {
+        self.correlation.to_str().unwrap_or_default()
     }
 
     /// Explains a status.

@@ -11,7 +11,7 @@ use crate::{
     failure::{Exit, Failure},
     kubeconfig, login,
     output::{Output, note},
-    pods, replicas, request, token, tracker, why,
+    pods, probe, replicas, request, token, tracker, why,
 };
 
 /// Runs the command in the arguments of the process.
@@ -78,6 +78,7 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             let prepared = request::Prepared::new(args).await?;
             api::with_client(global.settings(), async |client| prepared.run(client, output).await).await
         }
+        Command::Probe(args) => Box::pin(probe::run(global.settings(), output, *args, format)).await,
         Command::Token(TokenCommand::Api(args)) => {
             token::api(&mut output, global.secret_file.as_deref(), &args).await
         }

@@ -2,6 +2,7 @@
 
 mod kubectl;
 mod login;
+mod probe;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -13,10 +14,12 @@ use tonic::metadata::AsciiMetadataValue;
 use self::{
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
+    probe::PROBE_HELP,
 };
 pub(crate) use self::{
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
+    probe::{ProbeArgs, Probed},
 };
 use crate::{
     address::Address,
@@ -34,6 +37,7 @@ Examples:
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
+  kasctl probe 7 --for 10m          would a user notice what you are about to do to kas?
   kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
                                     a context of kubectl for each agent that the token reaches
   kasctl login --issuer https://gitlab.example.com --client-id 1234
@@ -44,8 +48,8 @@ Examples:
 
 Exit codes:
   0    ok
-  1    any other failure
-  2    the command line is wrong; nothing was done
+  1    any other failure; 'probe': somebody would have noticed
+  2    the command line is wrong; nothing was done; 'probe': it could not run
   3    kas cannot be reached, or the connection was lost during a call that only reads
   4    not authenticated: no usable secret, or kas refused it
   5    the agent is not connected, or nothing was sent to it or its cluster: trying again is safe
@@ -319,6 +323,9 @@ pub(crate) enum Command {
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
+    /// Send requests to agents at a fixed rate, and judge whether a user would have noticed a failure
+    #[command(after_help = PROBE_HELP)]
+    Probe(Box<ProbeArgs>),
     /// Create tokens for API clients of kas, for agents and for users
     #[command(subcommand)]
     Token(TokenCommand),

@@ -75,14 +75,16 @@ pub(crate) struct Call {
 
 /// The outcome of a request according to kas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Outcome {
+pub(crate) enum Outcome {
+    /// Nothing reached the agent.
     NotStarted,
+    /// It may have been carried out.
     Unknown,
 }
 
 impl Outcome {
     /// Reads the detail of kas. Other details are ignored.
-    fn of(status: &Status) -> Option<Self> {
+    pub(crate) fn of(status: &Status) -> Option<Self> {
         let details = rpc::Status::decode(status.details()).ok()?.details;
         details
             .iter()
@@ -176,7 +178,7 @@ impl Call {
 
     /// Explains a status of the agent or its API server.
     fn explain_agent(&self, agent: ids::AgentId, status: &Status, said: &str) -> Failure {
-        if NOT_SENT.iter().any(|start| status.message().starts_with(start)) {
+        if is_not_sent(status) {
             return self.failure(
                 Exit::NotStarted,
                 format_args!(
@@ -344,8 +346,13 @@ impl Call {
     }
 }
 
+/// Whether an agent did not send the request to its API server.
+pub(crate) fn is_not_sent(status: &Status) -> bool {
+    NOT_SENT.iter().any(|start| status.message().starts_with(start))
+}
+
 /// Returns a status as one line.
-fn said(status: &Status) -> String {
+pub(crate) fn said(status: &Status) -> String {
     let code = name(status.code());
     match printable(status.message()) {
         empty if empty.is_empty() => code.to_owned(),
@@ -390,7 +397,8 @@ fn http_status(status: &Status) -> Option<(String, &'static str)> {
     Some((http.to_owned(), hint))
 }
 
-fn lost(status: &Status) -> Option<&Lost> {
+/// Returns the cause of a call that ended without a response, if this status has one.
+pub(crate) fn lost(status: &Status) -> Option<&Lost> {
     let mut source = status.source();
     while let Some(cause) = source {
         if let Some(lost) = cause.downcast_ref::<Lost>() {

@@ -15,9 +15,9 @@ use crate::{
 pub(crate) enum Exit {
     /// Success.
     Ok = 0,
-    /// A failure without its own code.
+    /// A failure without its own code. For the probe: somebody would have noticed.
     Failure = 1,
-    /// The command line is wrong; nothing was done.
+    /// The command line is wrong; nothing was done. Or the probe could not run.
     Usage = 2,
     /// No connection to kas, or it was lost during a call without effects.
     Unreachable = 3,
@@ -83,6 +83,9 @@ pub(crate) enum Failure {
     /// The list of agents is empty.
     #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
     NoAgents,
+    /// The selector of the probe matches no connected agent.
+    #[error("no connected agent matches: kasctl agents lists them")]
+    NoConnectedAgent,
     /// The kubeconfig is unchanged.
     #[error(transparent)]
     Kubeconfig(#[from] kubeconfig_file::Error),
@@ -126,6 +129,22 @@ pub(crate) enum Failure {
     /// A time that cannot be written.
     #[error("--expires is too late: the year has at most four digits")]
     TooLate,
+    /// The probe could not run.
+    #[error("the probe did not run: {0}")]
+    Probe(#[source] Box<Failure>),
+    /// No request of the probe had an outcome.
+    #[error("no request had ended, so nothing can be said")]
+    NoOutcome,
+    /// An agent could not be reached before the probe began.
+    #[error("{through} could not reach agent {agent}: {why}; begin while all is well")]
+    NotWell {
+        /// Where the request entered.
+        through: String,
+        /// The agent.
+        agent: ids::AgentId,
+        /// What happened.
+        why: String,
+    },
     /// Standard output cannot be written.
     #[error("cannot write the output: {}", reason(.0))]
     Output(#[source] std::io::Error),
@@ -152,7 +171,7 @@ impl Failure {
     pub(crate) fn exit(&self) -> Exit {
         match self {
             Self::PipeClosed => Exit::Ok,
-            Self::Usage(_) => Exit::Usage,
+            Self::Usage(_) | Self::Probe(_) | Self::NoOutcome => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
             Self::AgentList(agent_list::Error::Connect { .. }) => Exit::Unreachable,
             Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
@@ -171,6 +190,7 @@ impl Failure {
             | Self::ListFile(_)
             | Self::AgentList(_)
             | Self::NoAgents
+            | Self::NoConnectedAgent
             | Self::LargeCaFile { .. }
             | Self::Kubeconfig(_)
             | Self::OtherServer { .. }
@@ -178,6 +198,7 @@ impl Failure {
             | Self::ExecVersion(_)
             | Self::NoToken(_)
             | Self::TooLate
+            | Self::NotWell { .. }
             | Self::Output(_)
             | Self::Runtime(_) => Exit::Failure,
         }

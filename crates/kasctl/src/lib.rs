@@ -28,6 +28,7 @@ mod new_version;
 mod oidc;
 mod output;
 mod pods;
+mod probe;
 mod replicas;
 mod request;
 mod secret;

@@ -160,6 +160,11 @@ impl Link {
     pub(crate) fn protocol(&self) -> ServerProtocol {
         self.protocol.get().copied().unwrap_or(ServerProtocol::Silent)
     }
+
+    /// Whether the connection takes no further calls: it was lost, or the server is closing it.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.sender.is_closed()
+    }
 }
 
 impl tower_service::Service<http::Request<Body>> for Link {

@@ -160,7 +160,7 @@ fn refused(client: &Client, call: &Call, timeline: &mut Option<Timeline>, status
 
 /// Returns whether a request has no effect in Kubernetes. A request that is forwarded to a program in the
 /// cluster may have an effect, whatever its method is.
-fn only_reads(method: &str, path: &str) -> bool {
+pub(crate) fn only_reads(method: &str, path: &str) -> bool {
     matches!(method, "GET" | "HEAD" | "OPTIONS")
         && !path.split('/').any(|part| matches!(part, "proxy" | "exec" | "attach" | "portforward"))
 }

@@ -36,6 +36,13 @@ async fn command_line_is_checked_before_anything_is_sent() {
         &["kubeconfig", "x=y", "--url", "https://kas.test/", "--ci"],
         &["kubeconfig", "--url", "https://kas.test/", "--pat-file", "t", "--kubeconfig", "k"],
         &["credential"],
+        &["probe", "0"],
+        &["probe", "prod"],
+        &["probe", "7", "--rate", "0"],
+        &["probe", "7", "--rate", "1001"],
+        &["probe", "7", "--for", "999ms"],
+        &["probe", "7", "--noticed-after", "0"],
+        &["probe", "7", "--through", "http://kas"],
         &["nonsense"],
         &[],
     ] {
@@ -59,6 +66,7 @@ async fn help_has_examples_and_version_has_the_commit() {
         &["replicas"],
         &["why"],
         &["request"],
+        &["probe"],
         &["token", "api"],
         &["token", "agent"],
         &["token", "user"],
@@ -87,7 +95,7 @@ async fn completions_name_the_commands() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let run = server.run(&["completions", shell]).await.expect_exit(0);
         assert!(
-            ["agents", "secret-file", "replicas", "why", "explain", "agents-file"]
+            ["agents", "secret-file", "replicas", "why", "explain", "agents-file", "noticed-after"]
                 .iter()
                 .all(|word| run.stdout.contains(word)),
             "{shell}"

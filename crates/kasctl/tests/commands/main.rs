@@ -14,6 +14,7 @@ mod fake;
 mod kubeconfig;
 mod login;
 mod pods;
+mod probe;
 mod replicas;
 mod request;
 mod token;
