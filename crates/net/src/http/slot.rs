@@ -15,7 +15,7 @@ use futures_util::{FutureExt as _, stream::FuturesUnordered, task::AtomicWaker};
 use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 
-use super::observed::Observed;
+use super::{connect::Connect, observed::Observed};
 
 /// Resets a stream with CANCEL, whatever it waits for. With HTTP/1.1 it closes the connection.
 #[derive(Debug, Default)]
@@ -52,7 +52,7 @@ pub struct StreamSlot(Arc<Slot>);
 struct Slot {
     /// Of the connection.
     observed: Arc<Observed>,
-    arm: Mutex<Option<Arm>>,
+    next: Mutex<Next>,
     /// Streams that are open.
     open: AtomicUsize,
     /// Streams that were ever opened.
@@ -61,6 +61,20 @@ struct Slot {
     resets: AtomicBool,
     /// Streams of HTTP/2 that have begun in this turn of the connection.
     begun: Mutex<Vec<StreamTask>>,
+}
+
+/// What the service has left for the stream that begins next.
+#[derive(Default)]
+struct Next {
+    arm: Option<Arm>,
+    /// Set if its request may take it over.
+    connect: Option<Arc<Connect>>,
+}
+
+impl fmt::Debug for Next {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Next").field("arm", &self.arm).finish_non_exhaustive()
+    }
 }
 
 /// A stream that is open; until this is dropped.
@@ -81,8 +95,8 @@ enum Arm {
 
 impl StreamSlot {
     pub(super) fn new(observed: Arc<Observed>) -> Self {
-        let (arm, open, opened, resets, begun) = Default::default();
-        Self(Arc::new(Slot { observed, arm, open, opened, resets, begun }))
+        let (next, open, opened, resets, begun) = Default::default();
+        Self(Arc::new(Slot { observed, next, open, opened, resets, begun }))
     }
 
     /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
@@ -135,7 +149,17 @@ impl StreamSlot {
     }
 
     fn put(&self, arm: Arm) {
-        *self.0.arm.lock() = Some(arm);
+        self.0.next.lock().arm = Some(arm);
+    }
+
+    /// Lets the request of the stream that is being opened take it over.
+    pub(super) fn connect(&self, connect: Arc<Connect>) {
+        self.0.next.lock().connect = Some(connect);
+    }
+
+    /// Returns what was left by [`StreamSlot::connect`], if the stream has not begun yet.
+    pub(super) fn connecting(&self) -> Option<Arc<Connect>> {
+        self.0.next.lock().connect.clone()
     }
 
     /// Counts a stream that is being opened.
@@ -147,7 +171,7 @@ impl StreamSlot {
 
     /// Forgets what was armed for an earlier stream.
     pub(super) fn disarm(&self) {
-        *self.0.arm.lock() = None;
+        self.0.next.lock().arm = None;
     }
 
     /// Ready when the open request of HTTP/1.1 is to be reset. `timer` is the caller's, for one connection.
@@ -155,7 +179,7 @@ impl StreamSlot {
         if self.is_idle() {
             return Poll::Pending;
         }
-        match &*self.0.arm.lock() {
+        match &self.0.next.lock().arm {
             None => Poll::Pending,
             Some(Arm::Reset(reset)) => reset.poll_reset(cx),
             Some(Arm::Until(deadline)) => {
@@ -184,7 +208,7 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, future: F) {
-        let arm = self.0.arm.lock().take();
+        let Next { arm, connect } = mem::take(&mut *self.0.next.lock());
         let (future, reset): (Pin<Box<dyn Future<Output = ()> + Send>>, _) = match arm {
             None => (Box::pin(future), None),
             Some(Arm::Reset(reset)) => (Box::pin(future), Some(reset)),
@@ -194,7 +218,7 @@ where
                 (Box::pin(until.map(drop)), None)
             }
         };
-        self.start(StreamTask { future, reset, _open: self.enter() });
+        self.start(StreamTask { future, reset, connect, _open: self.enter() });
     }
 }
 
@@ -204,6 +228,8 @@ pub(super) struct StreamTask {
     /// RST_STREAM(CANCEL) if it is not over.
     future: Pin<Box<dyn Future<Output = ()> + Send>>,
     reset: Option<Arc<StreamReset>>,
+    /// Until the request has been answered, if it may take the stream over.
+    connect: Option<Arc<Connect>>,
     _open: OpenStream,
 }
 
@@ -220,7 +246,16 @@ impl Future for StreamTask {
         if self.reset.as_ref().is_some_and(|reset| reset.poll_reset(cx).is_ready()) {
             return Poll::Ready(());
         }
-        // The other streams of the connection go on. The panic hook has reported it.
-        catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx))).unwrap_or(Poll::Ready(()))
+        loop {
+            // The other streams of the connection go on. The panic hook has reported it.
+            let polled = catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx)));
+            match polled.unwrap_or(Poll::Ready(())) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(()) => match self.connect.take().and_then(|connect| connect.taken()) {
+                    Some(taken) => self.future = Box::pin(taken),
+                    None => return Poll::Ready(()),
+                },
+            }
+        }
     }
 }
