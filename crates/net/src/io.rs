@@ -112,6 +112,15 @@ impl Stream {
         }
     }
 
+    /// Whether it is known, without reading or writing, that the peer is gone. Only a stream of HTTP/2 can
+    /// know that.
+    pub fn is_broken(&self) -> bool {
+        match self {
+            Self::Http2(stream) => stream.is_broken(),
+            Self::Tcp(_) | Self::Unix(_) | Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => false,
+        }
+    }
+
     /// Makes the system probe an idle connection, so that reading from it fails within about a minute after
     /// its peer is gone.
     ///

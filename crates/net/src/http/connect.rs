@@ -108,6 +108,7 @@ impl Drop for Taken {
     fn drop(&mut self) {
         // Before the session: its end must not look like that of the stream.
         self.sending = None;
+        self.session = None;
         self.end.sending_ended();
     }
 }

@@ -5,7 +5,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -59,8 +59,17 @@ struct Slot {
     opened: AtomicU64,
     /// See [`StreamSlot::reset_connection`].
     resets: AtomicBool,
-    /// Streams of HTTP/2 that have begun in this turn of the connection.
-    begun: Mutex<Vec<StreamTask>>,
+    /// Streams of HTTP/2 that the connection's task is to run and does not yet.
+    begun: Mutex<Begun>,
+    /// Wakes that task for its streams.
+    task: OnceLock<Waker>,
+}
+
+#[derive(Debug, Default)]
+struct Begun {
+    streams: Vec<StreamTask>,
+    /// The connection has ended.
+    is_closed: bool,
 }
 
 /// What the service has left for the stream that begins next.
@@ -95,8 +104,8 @@ enum Arm {
 
 impl StreamSlot {
     pub(super) fn new(observed: Arc<Observed>) -> Self {
-        let (next, open, opened, resets, begun) = Default::default();
-        Self(Arc::new(Slot { observed, next, open, opened, resets, begun }))
+        let (next, open, opened, resets, begun, task) = Default::default();
+        Self(Arc::new(Slot { observed, next, open, opened, resets, begun, task }))
     }
 
     /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
@@ -115,21 +124,55 @@ impl StreamSlot {
     ///
     /// Until the connection is admitted, only the first step of a stream is. It is usually the only one: that
     /// there is no token, or a wrong one, is known at once. A stream that waits then, for GitLab for example,
-    /// has a task of its own, so that its answer does not wait for admission again.
+    /// has a task of its own, so that its answer does not wait for admission again. If its request takes it
+    /// over, it comes back to the connection's task.
     fn start(&self, mut stream: StreamTask) {
-        if self.0.observed.is_admitted() {
-            self.0.begun.lock().push(stream);
-            return;
+        let observed = &self.0.observed;
+        if !observed.is_admitted() {
+            // What polls it next registers the right waker.
+            if Pin::new(&mut stream).poll(&mut Context::from_waker(Waker::noop())).is_ready() {
+                return;
+            }
+            if !observed.is_admitted() {
+                drop(tokio::spawn(OwnTask { stream: Some(stream), slot: self.clone() }));
+                return;
+            }
         }
-        // The first step of the task registers the right waker.
-        if Pin::new(&mut stream).poll(&mut Context::from_waker(Waker::noop())).is_pending() {
-            drop(tokio::spawn(stream));
+        self.0.begun.lock().streams.push(stream);
+    }
+
+    /// Sets what wakes the connection's task for its streams.
+    pub(super) fn set_task(&self, waker: Waker) {
+        // There is one task.
+        let _ = self.0.task.set(waker);
+    }
+
+    /// Gives a stream to the connection's task, or back if that has ended.
+    fn hand_over(&self, stream: StreamTask) -> Option<StreamTask> {
+        let mut begun = self.0.begun.lock();
+        if begun.is_closed {
+            return Some(stream);
         }
+        begun.streams.push(stream);
+        drop(begun);
+        if let Some(task) = self.0.task.get() {
+            task.wake_by_ref();
+        }
+        None
+    }
+
+    /// Drops the streams that have begun, and begins no others: the connection has ended.
+    pub(super) fn close(&self) {
+        let mut begun = self.0.begun.lock();
+        begun.is_closed = true;
+        let streams = mem::take(&mut begun.streams);
+        drop(begun);
+        drop(streams);
     }
 
     /// Moves the streams that have begun to those that are open. Returns whether there were any.
     pub(super) fn take_begun(&self, open: &mut FuturesUnordered<StreamTask>) -> bool {
-        let begun = mem::take(&mut *self.0.begun.lock());
+        let begun = mem::take(&mut self.0.begun.lock().streams);
         let any = !begun.is_empty();
         open.extend(begun);
         any
@@ -218,7 +261,7 @@ where
                 (Box::pin(until.map(drop)), None)
             }
         };
-        self.start(StreamTask { future, reset, connect, _open: self.enter() });
+        self.start(StreamTask { future, reset, connect, is_taken: false, _open: self.enter() });
     }
 }
 
@@ -230,6 +273,8 @@ pub(super) struct StreamTask {
     reset: Option<Arc<StreamReset>>,
     /// Until the request has been answered, if it may take the stream over.
     connect: Option<Arc<Connect>>,
+    /// It was taken over.
+    is_taken: bool,
     _open: OpenStream,
 }
 
@@ -252,10 +297,38 @@ impl Future for StreamTask {
             match polled.unwrap_or(Poll::Ready(())) {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(()) => match self.connect.take().and_then(|connect| connect.taken()) {
-                    Some(taken) => self.future = Box::pin(taken),
+                    Some(taken) => {
+                        self.is_taken = true;
+                        self.future = Box::pin(taken);
+                    }
                     None => return Poll::Ready(()),
                 },
             }
         }
+    }
+}
+
+/// A stream whose connection was not admitted when it began.
+struct OwnTask {
+    /// `None`: the connection's task has it.
+    stream: Option<StreamTask>,
+    slot: StreamSlot,
+}
+
+impl Future for OwnTask {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(stream) = &mut self.stream else { return Poll::Ready(()) };
+        if Pin::new(&mut *stream).poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        // Once: a connection that has ended takes none.
+        if mem::take(&mut stream.is_taken)
+            && let Some(stream) = self.stream.take()
+        {
+            self.stream = self.slot.hand_over(stream);
+        }
+        if self.stream.is_some() { Poll::Pending } else { Poll::Ready(()) }
     }
 }

@@ -108,6 +108,20 @@ async fn taken(of: Arc<Paths>, mut stream: Stream, leaving: watch::Receiver<bool
             };
             if path == "/end" { reading.await } else { tokio::spawn(reading).await.unwrap() }
         }
+        "/held" | "/held/late" => {
+            /// Tells that the future was dropped.
+            struct Dropped(Arc<Paths>);
+            impl Drop for Dropped {
+                fn drop(&mut self) {
+                    self.0.ends.lock().push(Err(ErrorKind::Interrupted));
+                }
+            }
+            let dropped = Dropped(of);
+            stream.write_all(b"held").await.unwrap();
+            let end = stream.read_to_end(&mut Vec::new()).await.map(drop);
+            dropped.0.ends.lock().push(end.map_err(|error| error.kind()));
+            std::mem::forget(dropped);
+        }
         "/flood" => loop {
             stream.write_all(&[7; PIECE]).await.unwrap();
             of.flooded.fetch_add(PIECE, Ordering::Relaxed);
@@ -127,10 +141,11 @@ async fn taken(of: Arc<Paths>, mut stream: Stream, leaving: watch::Receiver<bool
 
 impl Connection for Client {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
-        if request.headers().contains_key(header::AUTHORIZATION) {
+        let path = request.uri().path().to_owned();
+        let is_late = path.ends_with("/late");
+        if request.headers().contains_key(header::AUTHORIZATION) && !is_late {
             let _ = self.authenticated.set(());
         }
-        let path = request.uri().path().to_owned();
         let armed = match &*path {
             "/full" | "/shout/armed" => Some(slot.arm()),
             "/until" | "/quick" => {
@@ -142,6 +157,10 @@ impl Connection for Client {
         self.of.resets.lock().extend(armed);
         let is_connect = request.method() == Method::CONNECT;
         Box::pin(async move {
+            if is_late {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                let _ = self.authenticated.set(());
+            }
             match &*path {
                 "/echo" => text(request.into_body().collect().await.unwrap().to_bytes()),
                 "/slow" => {
@@ -153,7 +172,7 @@ impl Connection for Client {
                     Response::new(StreamBody::new(futures_util::stream::iter(frames)).boxed_unsync())
                 }
                 "/shout" | "/shout/on" | "/shout/armed" | "/end" | "/end/elsewhere" | "/flood" | "/reset"
-                | "/panic" => {
+                | "/panic" | "/held" | "/held/late" => {
                     let leaving = self.leaving.subscribe();
                     let mut answer = text("");
                     if !is_connect {

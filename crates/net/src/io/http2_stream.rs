@@ -41,6 +41,12 @@ impl Http2Stream {
         (Self { inner: Mutex::new(TokioIo::new(upgraded)), end: Arc::clone(&end), is_shut_down: false }, end)
     }
 
+    /// Whether nothing more can be sent, although we have not finished: the stream was reset, or its
+    /// connection has ended.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.end.state.lock().has_sending_ended && !self.is_shut_down
+    }
+
     /// Makes the stream end with RST_STREAM when it is dropped.
     pub(crate) fn reset_on_close(&self) {
         self.end.state.lock().resets = true;

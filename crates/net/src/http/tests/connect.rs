@@ -159,6 +159,33 @@ async fn end_of_a_stream_differs_from_its_reset() {
     }
 }
 
+/// Also one that has begun before the connection was admitted.
+#[tokio::test]
+async fn stream_that_was_taken_over_sees_the_end_of_its_connection_but_not_that_of_the_process() {
+    for (is_first, path) in [(true, "/held"), (false, "/held"), (true, "/held/late")] {
+        let open = async |server: &Running| {
+            let mut client = client(server).await;
+            if !is_first {
+                get(&mut client, "/").await;
+            }
+            let mut stream = Upgraded::ask(&mut client, path).await;
+            stream.reads("held").await;
+            (client, stream)
+        };
+        let server = start(Limits::default()).await;
+        drop(open(&server).await);
+        let end = server.end_was_read().await;
+        assert!(end.is_err_and(|kind| kind != ErrorKind::Interrupted), "{path}: {end:?}");
+
+        let (_client, mut stream) = open(&server).await;
+        server.lifecycle.advance(Phase::Stopped);
+        assert!(stream.end().await.is_err());
+        timeout(SOON, server.task).await.unwrap().unwrap();
+        let ends = server.service.ends.lock().clone();
+        assert_eq!(ends, [Err(ErrorKind::Interrupted)], "{path}");
+    }
+}
+
 #[tokio::test]
 async fn stream_is_reset_when_that_is_wanted_or_its_future_does_not_end() {
     let server = start(Limits::default()).await;
