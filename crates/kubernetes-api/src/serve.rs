@@ -34,7 +34,7 @@ use crate::{
     answer::{self, AnswerBody, Reader},
     boundary::EventEnds,
     ended_by::EndedBy,
-    failure::{Failure, Presence},
+    failure::{Failure, Presence, is_read_raw},
     form,
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
@@ -79,6 +79,8 @@ struct About {
     is_allowed: bool,
     /// It is a probe, which is neither counted nor recorded.
     is_probe: bool,
+    /// Its client reads an error as bytes, see [`is_read_raw`].
+    is_read_raw: bool,
 }
 
 impl KubernetesApi {
@@ -119,6 +121,7 @@ impl KubernetesApi {
             network: peer.map(|peer| net::peers::network(peer.ip())),
             is_allowed: false,
             is_probe: false,
+            is_read_raw: false,
         };
         let served = self.request(&mut about, trust, parts, ClientBody::new(body, ends), stream).await;
         let mut response = match served {
@@ -130,7 +133,7 @@ impl KubernetesApi {
                     about.record.denied_at_endpoint(rule, code, failure.ended_by.as_str());
                     self.remember(&about, rule, &failure);
                 }
-                failure.respond(&about.method, &about.id)
+                failure.respond(&about.method, about.is_read_raw, &about.id)
             }
         };
         if !about.is_probe {
@@ -252,6 +255,7 @@ impl KubernetesApi {
         let info = RequestInfo::new(parts.method.as_str(), &target);
         let kind = Kind::of(&info, upgrade);
         about.kind = Some(kind);
+        about.is_read_raw = is_read_raw(&info);
         about.record.endpoint(|fields| {
             fields.kind = Some(kind.as_str());
             fields.upgrade = upgrade.map(Upgrade::token);
