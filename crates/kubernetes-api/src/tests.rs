@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 mod browser;
+mod connect;
 mod ends;
 mod lab;
 mod tracker;
