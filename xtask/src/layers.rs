@@ -84,6 +84,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "tunnel",
             "http-tunnel",
             "kube-request",
+            // The key of an upgrade by extended CONNECT.
+            "websocket",
             // Of its tests: a tracker in memory.
             "cluster",
             "callers",

@@ -57,6 +57,15 @@ impl Status {
         self.to_json_of("kas", request_id)
     }
 
+    /// Returns the body of an answer with `Content-Type: text/plain`: the message alone, and a newline.
+    pub fn to_text(&self, request_id: &str) -> Vec<u8> {
+        format!("{}\n", self.message("kas", request_id)).into_bytes()
+    }
+
+    fn message(&self, program: &str, request_id: &str) -> String {
+        format!("{program}: {} (request {request_id})", self.text)
+    }
+
     /// As [`Self::to_json`], for an answer of another program. Its name begins the message.
     pub fn to_json_of(&self, program: &str, request_id: &str) -> Vec<u8> {
         let body = Body {
@@ -64,7 +73,7 @@ impl Status {
             api_version: "v1",
             metadata: Empty {},
             status: "Failure",
-            message: format!("{program}: {} (request {request_id})", self.text),
+            message: self.message(program, request_id),
             reason: self.reason(),
             details: self.retry_after.map(|retry_after_seconds| Details { retry_after_seconds }),
             code: self.code.as_u16(),

@@ -3,6 +3,8 @@
 //! client-go repeats a request, whatever its method, on 429 or at least 500 if there is `Retry-After`. So
 //! only an error of a request that was not started, or that only reads, has one; and only if the reason is
 //! soon over.
+//!
+//! An error is a `Status` in JSON, with [one exception](is_read_raw).
 
 use std::time::Duration;
 
@@ -10,7 +12,7 @@ use bytes::Bytes;
 use grpc::{Code, Outcome, Status as GrpcStatus};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use ids::AgentId;
-use kube_request::{Kind, Status};
+use kube_request::{Kind, RequestInfo, Status};
 use net::http::Body;
 use observe::audit::Rule;
 
@@ -282,16 +284,24 @@ impl Failure {
         }
     }
 
-    /// Returns the answer, without the headers that all answers have.
-    pub(crate) fn respond(&self, method: &Method, id: &RequestId) -> Response<Body> {
-        let json = self.status.to_json(id.as_str());
-        let length = json.len();
+    /// Returns the answer, without the headers that all answers have. `is_read_raw`: see [`is_read_raw`].
+    pub(crate) fn respond(&self, method: &Method, is_read_raw: bool, id: &RequestId) -> Response<Body> {
+        // For these codes, client-go shows what it has read. For others, it has sentences of its own.
+        let (content_type, bytes) = match self.status.code() {
+            StatusCode::INTERNAL_SERVER_ERROR | StatusCode::NOT_IMPLEMENTED | StatusCode::BAD_GATEWAY
+                if is_read_raw =>
+            {
+                (HeaderValue::from_static("text/plain; charset=utf-8"), self.status.to_text(id.as_str()))
+            }
+            _ => (HeaderValue::from_static("application/json"), self.status.to_json(id.as_str())),
+        };
+        let length = bytes.len();
         // HTTP/2 would send the body of an answer to HEAD.
-        let body = if method == Method::HEAD { Bytes::new() } else { Bytes::from(json) };
+        let body = if method == Method::HEAD { Bytes::new() } else { Bytes::from(bytes) };
         let mut response = Response::new(grpc::full(body));
         *response.status_mut() = self.status.code();
         let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(header::CONTENT_TYPE, content_type);
         headers.insert(header::CONTENT_LENGTH, length.into());
         self.write_headers(headers);
         response
@@ -305,6 +315,16 @@ impl Failure {
             headers.insert(name.clone(), value.clone());
         }
     }
+}
+
+/// Whether client-go reads the answer of a request as bytes, also that of an error: these are the documents
+/// that kubectl reads before anything else. It does not look for a `Status` there, and shows `unknown`
+/// instead, unless the error is plain text.
+pub(crate) fn is_read_raw(info: &RequestInfo) -> bool {
+    let path = info.path();
+    let path = path.strip_suffix('/').unwrap_or(path);
+    !info.is_resource()
+        && (matches!(path, "/api" | "/apis" | "/version" | "/openapi") || path.starts_with("/openapi/"))
 }
 
 /// Whether a request with this method changes nothing, so that it may be repeated.
@@ -414,21 +434,55 @@ mod tests {
     #[test]
     fn a_wrong_credential_is_told_from_one_that_the_api_server_refuses() {
         let id = RequestId::of_bits(1);
-        let response = Failure::unauthorized("the token is malformed").respond(&Method::GET, &id);
+        let response = Failure::unauthorized("the token is malformed").respond(&Method::GET, true, &id);
         assert_eq!(response.status(), 401);
+        assert_eq!(response.headers()["content-type"], "application/json");
         assert_eq!(response.headers()["gitlab-unauthorized"], "true");
         assert_eq!(response.headers()["www-authenticate"], "Bearer");
-        let response = Failure::rejected_agentk(agent()).respond(&Method::GET, &id);
+        let response = Failure::rejected_agentk(agent()).respond(&Method::GET, false, &id);
         assert_eq!(response.status(), 502);
         assert!(!response.headers().contains_key("www-authenticate"));
+    }
+
+    #[test]
+    fn errors_of_documents_that_are_read_raw_are_text_if_their_body_is_shown() {
+        let info = |target: &str| {
+            RequestInfo::new("GET", &kube_request::Target::parse(target.to_owned()).expect("a target"))
+        };
+        for target in
+            ["/api", "/api/", "/apis?timeout=32s", "/version", "/openapi/v2", "/openapi/v3/apis/apps/v1"]
+        {
+            assert!(is_read_raw(&info(target)), "{target}");
+        }
+        for target in ["/api/v1", "/apis/apps/v1", "/api/v1/pods", "/apix", "/openapix", "/metrics", "/"] {
+            assert!(!is_read_raw(&info(target)), "{target}");
+        }
+        let id = RequestId::of_bits(1);
+        let agentk = of(GrpcStatus::new(Code::Unavailable, "refused"), &Method::GET, Kind::Short);
+        for (failure, is_text) in [
+            (agentk, true),
+            (Failure::unsupported("x"), true),
+            (Failure::late(agent(), Duration::from_secs(1)), false),
+            (Failure::unchecked(), false),
+            (Failure::too_many("x"), false),
+            (Failure::forbidden(Rule::Access), false),
+        ] {
+            let content_type = |is_read_raw| {
+                let response = failure.respond(&Method::GET, is_read_raw, &id);
+                response.headers()["content-type"].to_str().unwrap().to_owned()
+            };
+            let expected = if is_text { "text/plain; charset=utf-8" } else { "application/json" };
+            assert_eq!(content_type(true), expected, "{}", failure.status.code());
+            assert_eq!(content_type(false), "application/json");
+        }
     }
 
     #[test]
     fn an_answer_to_head_has_the_length_but_no_body() {
         use http_body::Body as _;
         let id = RequestId::of_bits(1);
-        let full = Failure::malformed("x").respond(&Method::GET, &id);
-        let head = Failure::malformed("x").respond(&Method::HEAD, &id);
+        let full = Failure::malformed("x").respond(&Method::GET, false, &id);
+        let head = Failure::malformed("x").respond(&Method::HEAD, false, &id);
         assert_eq!(full.headers(), head.headers());
         assert_eq!(
             full.body().size_hint().exact().map(Into::into),

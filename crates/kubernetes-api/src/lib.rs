@@ -14,13 +14,14 @@
 //! `answer` passes the answer on, part by part as it comes. An answer that is not complete never looks like
 //! one that is: the connection or the stream breaks. Only a watch ends regularly instead, after an event, and
 //! its client continues it at another replica. If the API server upgrades the connection, `upgrade` passes
-//! bytes in both directions.
+//! bytes in both directions. `connect` makes of the extended CONNECT of HTTP/2 an upgrade as in HTTP/1.1.
 //!
 //! Errors of kas are a `Status` of Kubernetes (`failure`).
 
 mod agents;
 mod answer;
 mod boundary;
+mod connect;
 mod ended_by;
 mod failure;
 mod form;

@@ -32,8 +32,9 @@ use crate::{
     ClientStream, KubernetesApi, agents,
     answer::{self, AnswerBody, Reader},
     boundary::EventEnds,
+    connect::{self, Connect},
     ended_by::EndedBy,
-    failure::{Failure, Presence},
+    failure::{Failure, Presence, is_read_raw},
     form,
     head::{self, AnswerHead},
     message::{HeadParts, RequestHead},
@@ -78,6 +79,8 @@ struct About {
     is_allowed: bool,
     /// It is a probe, which is neither counted nor recorded.
     is_probe: bool,
+    /// Its client reads an error as bytes, see [`is_read_raw`].
+    is_read_raw: bool,
 }
 
 impl KubernetesApi {
@@ -118,6 +121,7 @@ impl KubernetesApi {
             network: peer.map(|peer| net::peers::network(peer.ip())),
             is_allowed: false,
             is_probe: false,
+            is_read_raw: false,
         };
         let served = self.request(&mut about, trust, parts, ClientBody::new(body, ends), stream).await;
         let mut response = match served {
@@ -129,7 +133,7 @@ impl KubernetesApi {
                     about.record.denied_at_endpoint(rule, code, failure.ended_by.as_str());
                     self.remember(&about, rule, &failure);
                 }
-                failure.respond(&about.method, &about.id)
+                failure.respond(&about.method, about.is_read_raw, &about.id)
             }
         };
         if !about.is_probe {
@@ -175,6 +179,9 @@ impl KubernetesApi {
         B::Error: Send,
     {
         let settings = &self.settings;
+        let connect = Connect::take(&mut parts);
+        about.method = parts.method.clone();
+        let connect = connect?;
         let host = form::check(&parts, settings.head).inspect_err(|failure| {
             if failure.status.code() == StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE {
                 self.refusals.refused(ListenerName::Kubernetes, Reason::Headers);
@@ -193,8 +200,11 @@ impl KubernetesApi {
             None => None,
             Some(suffix) => selection::by_host(&host, suffix)?,
         };
-        let upgrade =
-            if parts.version == Version::HTTP_11 { Upgrade::requested(&parts.headers) } else { None };
+        let upgrade = match &connect {
+            Some(connect) => Some(connect.upgrade),
+            None if parts.version == Version::HTTP_11 => Upgrade::requested(&parts.headers),
+            None => None,
+        };
         if upgrade.is_some() && !body.is_empty() {
             return Err(Failure::malformed("a request that asks for an upgrade must not have a body"));
         }
@@ -251,6 +261,7 @@ impl KubernetesApi {
         let info = RequestInfo::new(parts.method.as_str(), &target);
         let kind = Kind::of(&info, upgrade);
         about.kind = Some(kind);
+        about.is_read_raw = is_read_raw(&info);
         about.record.endpoint(|fields| {
             fields.kind = Some(kind.as_str());
             fields.upgrade = upgrade.map(Upgrade::token);
@@ -305,6 +316,7 @@ impl KubernetesApi {
             agent,
             kind,
             upgrade,
+            connect,
             at,
             authorized,
             open,
@@ -469,7 +481,8 @@ impl KubernetesApi {
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Send,
     {
-        let Allowed { agent, kind, upgrade, at, authorized, open, message, needs, context, closes } = request;
+        let Allowed { agent, kind, upgrade, connect, at, authorized, open, message, needs, context, closes } =
+            request;
         let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
@@ -512,7 +525,13 @@ impl KubernetesApi {
                 },
             }
         };
-        let answered = answered.map(|(head, reader)| (AnswerHead::read(&head, upgrade), reader));
+        let answered = answered.map(|(head, reader)| {
+            let head = AnswerHead::read(&head, upgrade).and_then(|mut head| match &connect {
+                Some(connect) => connect.check(&mut head).map(|()| head),
+                None => Ok(head),
+            });
+            (head, reader)
+        });
         if !matches!(&answered, Ok((Ok(AnswerHead { switched: Some(_), .. }), _))) {
             // GitLab's agents end an answer that refuses the upgrade only after the request.
             link.end();
@@ -538,7 +557,10 @@ impl KubernetesApi {
         shared.answer_begins();
         ending.status(head.status);
         self.metrics.head(kind, about.arrived.elapsed().as_secs_f64());
-        let headers = head.for_client(&self.settings.answer_headers, at.cut, kind);
+        let mut headers = head.for_client(&self.settings.answer_headers, at.cut, kind);
+        if connect.is_some() {
+            connect::remove_headers(&mut headers);
+        }
         if let Some(protocol) = head.switched {
             let mut response = Response::new(grpc::full(Bytes::new()));
             *response.status_mut() = head.status;
@@ -644,6 +666,8 @@ struct Allowed<'a> {
     kind: Kind,
     /// The protocol to which it asks to upgrade.
     upgrade: Option<Upgrade>,
+    /// If it does so in HTTP/2.
+    connect: Option<Connect>,
     at: InCluster<'a>,
     authorized: Authorized,
     open: OpenRequest,

@@ -1,6 +1,8 @@
 //! The endpoint on real sockets, with real tunnels.
 
+#[cfg(test)]
 mod browser;
+mod connect;
 mod ends;
 mod lab;
 mod tracker;
@@ -254,8 +256,17 @@ async fn requests_run_as_the_identity_of_the_caller() {
     assert_eq!(lab.received.lock().len(), 1);
     let old = Setup { features: Features::TARGET, ..Setup::default() };
     let lab = Lab::start(old, describing()).await;
-    let message = failure(send(&lab, get("/agents/7/version", JANE)).await, 501, "InternalError", None).await;
+    let pods = get("/agents/7/api/v1/pods", JANE);
+    let message = failure(send(&lab, pods).await, 501, "InternalError", None).await;
     assert!(message.contains("which cannot impersonate a user"), "{message}");
+    // What kubectl reads first, and takes as it is.
+    let raw = send(&lab, get("/agents/7/api?timeout=32s", JANE)).await;
+    assert_eq!(
+        (raw.status(), &raw.headers()["content-type"]),
+        (501.try_into().unwrap(), &"text/plain; charset=utf-8".parse().unwrap())
+    );
+    let raw = text(raw).await;
+    assert!(raw.starts_with("kas: ") && raw.contains("which cannot impersonate a user"), "{raw}");
     assert!(lab.received.lock().is_empty());
 }
 

@@ -1,11 +1,12 @@
-//! Upgraded connections: exec, attach and port-forward, by WebSocket or SPDY/3.1 over HTTP/1.1.
+//! Upgraded connections: exec, attach and port-forward, by WebSocket or SPDY/3.1, over HTTP/1.1 or a stream
+//! of HTTP/2.
 //!
 //! Until the API server has switched protocols, nothing of the client is read. Then [`Input`] reads from the
 //! client and writes messages for the agent, as the body of the request, and [`Session`] writes to the client
 //! what the agent sends, in the task of the client's connection. The directions are independent, and bytes
 //! pass unchanged, whatever the protocol is.
 //!
-//! What happens at each end:
+//! What happens at each end, where a stream of HTTP/2 is a connection of its own:
 //!
 //! * The client finishes writing: the agent gets the rest and the end of the request. If the answer is not
 //!   over within 15 s, the request is cancelled.

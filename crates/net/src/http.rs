@@ -2,8 +2,8 @@
 //!
 //! A [`Server`] accepts connections, does their TLS handshakes and chooses the protocol. A [`Service`]
 //! answers their requests, whatever the version. Each connection has one loop for its deadlines, its age and
-//! the drain; a connection of HTTP/1.1 that was [upgraded](upgrade()) stays in it. [`Protocols::WebSocket`]
-//! serves HTTP/2 inside WebSocket.
+//! the drain; a connection of HTTP/1.1 or a stream of HTTP/2 that was [taken over](upgrade()) stays in it.
+//! [`Protocols::WebSocket`] serves HTTP/2 inside WebSocket.
 //!
 //! `admission` bounds connections that are not authenticated yet, and how many of them are served at once;
 //! `frame_limiter` bounds the frames of HTTP/2 that carry nothing.
@@ -12,8 +12,10 @@
 //! stream's window, else one reader that stalls freezes all others. Measured with the library's
 //! defaults (both 1 MiB): one caller that stopped reading stopped its agent for all callers.
 
+mod connect;
 mod connection;
 mod driver;
+mod executor;
 mod frame_limiter;
 mod http1;
 mod http2;

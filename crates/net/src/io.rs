@@ -1,4 +1,4 @@
-//! Sockets: TCP and Unix, with and without TLS or WebSocket, as one type.
+//! Sockets: TCP and Unix, with and without TLS or WebSocket, and streams of HTTP/2, as one type.
 
 use std::{
     io,
@@ -24,6 +24,11 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 use websocket::{Authorities, ByteStream, Rewind};
 
+mod http2_stream;
+
+pub use http2_stream::Http2Stream;
+pub(crate) use http2_stream::StreamEnd;
+
 /// A connection of any kind.
 #[derive(Debug)]
 pub enum Stream {
@@ -37,6 +42,8 @@ pub enum Stream {
     Rewound(Box<Rewind<Stream>>),
     /// Any of them inside WebSocket.
     WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
+    /// A stream of HTTP/2.
+    Http2(Box<Http2Stream>),
 }
 
 websocket::read_through!(
@@ -46,6 +53,7 @@ websocket::read_through!(
     Self::Tls(stream),
     Self::Rewound(stream),
     Self::WebSocket(stream),
+    Self::Http2(stream),
 );
 websocket::write_through!(
     [] Stream, stream in
@@ -54,6 +62,7 @@ websocket::write_through!(
     Self::Tls(stream),
     Self::Rewound(stream),
     Self::WebSocket(stream),
+    Self::Http2(stream),
 );
 
 impl Stream {
@@ -72,7 +81,7 @@ impl Stream {
                 let peek = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
                 stream.async_io(Interest::READABLE, peek).await
             }
-            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => Ok(()),
+            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Http2(_) => Ok(()),
         }
     }
 }
@@ -83,18 +92,32 @@ impl Stream {
         match self {
             Self::Tls(stream) => stream.get_ref().1.peer_certificates().map(Into::into),
             Self::Rewound(stream) => stream.get_ref().peer_certificates(),
-            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) => None,
+            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) => None,
         }
     }
 
     /// Makes the connection end with RST when it is closed, so that the peer cannot take that for a regular
-    /// end. What was written and has not been sent yet is discarded. A Unix socket has no such end.
+    /// end. What was written and has not been sent yet is discarded. A Unix socket has no such end. A stream
+    /// of HTTP/2 ends with RST_STREAM.
     pub fn reset_on_close(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_zero_linger(),
             Self::Tls(stream) => stream.get_ref().0.set_zero_linger(),
             Self::Rewound(stream) => stream.get_ref().reset_on_close(),
+            Self::Http2(stream) => {
+                stream.reset_on_close();
+                Ok(())
+            }
             Self::Unix(_) | Self::WebSocket(_) => Ok(()),
+        }
+    }
+
+    /// Whether it is known, without reading or writing, that the peer is gone. Only a stream of HTTP/2 can
+    /// know that.
+    pub fn is_broken(&self) -> bool {
+        match self {
+            Self::Http2(stream) => stream.is_broken(),
+            Self::Tcp(_) | Self::Unix(_) | Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => false,
         }
     }
 
@@ -102,13 +125,14 @@ impl Stream {
     /// its peer is gone.
     ///
     /// There is no limit on how long written bytes may stay unacknowledged: it would also end a connection
-    /// whose peer does not read for a while.
+    /// whose peer does not read for a while. A stream of HTTP/2 needs no probes, since its connection has its
+    /// own.
     pub fn probe_peer(&self) -> io::Result<()> {
         let socket = match self {
             Self::Tcp(stream) => SockRef::from(stream),
             Self::Tls(stream) => SockRef::from(stream.get_ref().0),
             Self::Rewound(stream) => return stream.get_ref().probe_peer(),
-            Self::Unix(_) | Self::WebSocket(_) => return Ok(()),
+            Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) => return Ok(()),
         };
         let (time, interval, retries) = PROBES;
         let probes = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);

@@ -88,8 +88,7 @@ pub fn answer<B>(request: &Request<B>) -> Result<Answer, Refused> {
             return Err(Refused::Origin);
         }
     }
-    let accept = HeaderValue::try_from(derive_accept_key(key.as_bytes()));
-    let accept = accept.map_err(|_| Refused::Malformed("its key must have 16 bytes"))?;
+    let accept = accept_of(key);
     let subprotocol = has_token(headers, SEC_WEBSOCKET_PROTOCOL, "ws-tunnel");
     let mut response = Response::new(());
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -103,10 +102,33 @@ pub fn answer<B>(request: &Request<B>) -> Result<Answer, Refused> {
     Ok(Answer { response, subprotocol })
 }
 
+/// A new key of a client, and the answer of a server to it.
+#[derive(Clone, Debug)]
+pub struct Key {
+    /// `Sec-WebSocket-Key`: 16 random bytes in base64.
+    pub key: HeaderValue,
+    /// `Sec-WebSocket-Accept`, see [`accept_of`].
+    pub accept: HeaderValue,
+}
+
+impl Key {
+    /// Makes a key.
+    pub fn random() -> Self {
+        let key = HeaderValue::try_from(generate_key()).expect("base64 is a legal header value");
+        let accept = accept_of(&key);
+        Self { key, accept }
+    }
+}
+
+/// Returns what a server answers to a key, in `Sec-WebSocket-Accept`.
+pub fn accept_of(key: &HeaderValue) -> HeaderValue {
+    HeaderValue::try_from(derive_accept_key(key.as_bytes())).expect("base64 is a legal header value")
+}
+
 /// A client's request for an upgrade that was sent.
 #[derive(Debug)]
 pub struct Asked {
-    accept: String,
+    accept: HeaderValue,
 }
 
 /// Why a client got no WebSocket connection.
@@ -125,16 +147,13 @@ pub enum NotUpgraded {
 
 /// Adds the headers that make a GET request one for an upgrade.
 pub fn ask(headers: &mut HeaderMap) -> Asked {
-    let key = generate_key();
-    let asked = Asked { accept: derive_accept_key(key.as_bytes()) };
+    let Key { key, accept } = Key::random();
     headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     headers.insert(UPGRADE, WEBSOCKET);
     headers.insert(SEC_WEBSOCKET_VERSION, VERSION_13);
     headers.insert(SEC_WEBSOCKET_PROTOCOL, SUBPROTOCOL);
-    if let Ok(key) = HeaderValue::try_from(key) {
-        headers.insert(SEC_WEBSOCKET_KEY, key);
-    }
-    asked
+    headers.insert(SEC_WEBSOCKET_KEY, key);
+    Asked { accept }
 }
 
 impl Asked {
@@ -150,7 +169,7 @@ impl Asked {
         if !has_token(headers, CONNECTION, "upgrade") || !has_token(headers, UPGRADE, "websocket") {
             return Err(NotUpgraded::Answer("it upgrades to something else"));
         }
-        if headers.get(SEC_WEBSOCKET_ACCEPT).map(HeaderValue::as_bytes) != Some(self.accept.as_bytes()) {
+        if headers.get(SEC_WEBSOCKET_ACCEPT) != Some(&self.accept) {
             return Err(NotUpgraded::Answer("it does not fit the request's key"));
         }
         if headers.contains_key(http::header::SEC_WEBSOCKET_EXTENSIONS) {

@@ -129,6 +129,11 @@ impl Files {
         self.dir.path()
     }
 
+    /// The authority of the endpoint's certificate.
+    pub(crate) fn ca(&self) -> &Path {
+        &self.certificates.ca
+    }
+
     /// The configuration of a kas with the endpoint. Replicas share the audit log.
     pub(crate) fn config(&self) -> Value {
         json!({

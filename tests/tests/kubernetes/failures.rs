@@ -1,12 +1,18 @@
 //! Refusals of the API server arrive with its message.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use grpc::Code;
 use prost::Message as _;
 use proto::kas::api::v1::GetPodsRequest;
-use testkit::kubernetes::{Access, Kubernetes};
+use testkit::{
+    agentk::Agentk,
+    kas::{Kas, token},
+    kubernetes::{Access, Kubernetes},
+};
 
 use crate::{
+    clients::{Client, Endpoint, Files, JANE, endpoint_of},
+    exec::found_tools,
     reads::GET_PODS,
     setup::{AGENT, Chain, exclusive},
 };
@@ -111,5 +117,42 @@ async fn other_refusals_name_their_origin() -> Result<()> {
     let (code, words) = refusal(&chain, "", "").await?;
     assert_eq!(code, Code::FailedPrecondition, "{words}");
     assert!(words.contains("agent's credentials"), "{words}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn kubectl_shows_the_message_of_kas_when_the_api_server_is_away() -> Result<()> {
+    let tools = found_tools().await?;
+    let files = Files::new()?;
+    let kas = Kas::start_with_config(files.config()).await?;
+    let address = endpoint_of(&kas).await?;
+    // It is bound and does not listen, so that connections are refused.
+    let away = tokio::net::TcpSocket::new_v4()?;
+    away.bind("127.0.0.1:0".parse()?)?;
+    let api_server = format!("http://{}", away.local_addr()?);
+    let agentk = Agentk::start_with(kas.agent, &token(AGENT), &api_server).await?;
+    agentk.connected().await?;
+    let endpoint = Endpoint { files, address, namespace: "default" };
+    let manifest = endpoint.files.path().join("map.json");
+    std::fs::write(&manifest, r#"{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}"#)?;
+    let apply = ["apply", "-f", manifest.to_str().context("the path is UTF-8")?];
+    for client in [Client::old(&tools), Client::current(&tools)] {
+        let client = client.of(JANE);
+        // With --raw, kubectl replaces the path of the server.
+        let raw = ["get", "--raw", "/agents/1/api"];
+        for arguments in [&["get", "pods"][..], &["version"], &["api-resources"], &raw, &apply] {
+            let output = endpoint.run(&client, arguments, b"").await?;
+            let errors = String::from_utf8_lossy(&output.stderr);
+            println!("{} {arguments:?}: {errors}", client.name);
+            ensure!(!output.status.success(), "{arguments:?} succeeds");
+            let (_, message) =
+                errors.rsplit_once("kas: agent 1: ").with_context(|| format!("{arguments:?}: {errors}"))?;
+            ensure!(
+                message.contains("the request may have been carried out (request "),
+                "{arguments:?}: {errors}"
+            );
+            ensure!(!errors.contains("unknown"), "{arguments:?}: {errors}");
+        }
+    }
     Ok(())
 }

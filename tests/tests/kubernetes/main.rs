@@ -6,6 +6,7 @@
 mod certificates;
 mod clients;
 mod conformance;
+mod connect;
 mod deploy;
 mod exec;
 mod failures;

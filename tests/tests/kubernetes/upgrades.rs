@@ -18,18 +18,19 @@ use tokio::{
     net::{TcpListener, TcpStream},
     time::timeout,
 };
+use tungstenite::handshake::derive_accept_key;
 
 use crate::setup::AGENT;
 
 /// A kas with the endpoint, and an agentk whose API server is this test.
-struct Endpoint {
-    served: endpoint::Endpoint,
+pub(crate) struct Endpoint {
+    pub(crate) served: endpoint::Endpoint,
     api_server: TcpListener,
     _agentk: Agentk,
 }
 
 impl Endpoint {
-    async fn start(drain: Value) -> Result<Self> {
+    pub(crate) async fn start(drain: Value) -> Result<Self> {
         let served = endpoint::Endpoint::start_audited(json!({ "drain": drain })).await?;
         let api_server = TcpListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", api_server.local_addr()?);
@@ -46,27 +47,35 @@ impl Endpoint {
              Bearer {JANE}\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\nX-Stream-Protocol-Version: v4\r\n\r\n"
         );
         client.write_all(request.as_bytes()).await?;
-        let (mut api, _) = timeout(SOON, self.api_server.accept()).await.context("no request came")??;
-        let head = head(&mut api).await?;
-        ensure!(
-            head.starts_with(&format!("{method} /api/v1/namespaces/a/pods/b/exec?command=sh ")),
-            "{head}"
-        );
-        ensure!(head.contains(&format!("upgrade: {protocol}\r\n")), "{head}");
-        ensure!(!head.contains(JANE) && !head.contains("transfer-encoding"), "{head}");
-        let answer = format!(
-            "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\nX-Stream-Protocol-Version: \
-             v4\r\n\r\n"
-        );
-        api.write_all(answer.as_bytes()).await?;
+        let target = "/api/v1/namespaces/a/pods/b/exec?command=sh";
+        let api = self.switches(method, target, protocol).await?;
         let head = self::head(&mut client).await?;
         ensure!(head.starts_with("HTTP/1.1 101 "), "{head}");
         ensure!(head.contains("x-stream-protocol-version: v4\r\n"), "{head}");
         Ok((client, api))
     }
 
+    /// The API server upgrades the next connection, for which there must be this request.
+    pub(crate) async fn switches(&self, method: &str, target: &str, protocol: &str) -> Result<TcpStream> {
+        let (mut api, _) = timeout(SOON, self.api_server.accept()).await.context("no request came")??;
+        let head = head(&mut api).await?;
+        ensure!(head.starts_with(&format!("{method} {target} ")), "{head}");
+        ensure!(head.contains(&format!("upgrade: {protocol}\r\n")), "{head}");
+        ensure!(!head.contains(JANE) && !head.contains("transfer-encoding"), "{head}");
+        let mut answer = format!(
+            "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\nX-Stream-Protocol-Version: \
+             v4\r\n"
+        );
+        if let Some((_, rest)) = head.split_once("sec-websocket-key: ") {
+            let (key, _) = rest.split_once("\r\n").context("a header has an end")?;
+            answer += &format!("Sec-WebSocket-Accept: {}\r\n", derive_accept_key(key.as_bytes()));
+        }
+        api.write_all(format!("{answer}\r\n").as_bytes()).await?;
+        Ok(api)
+    }
+
     /// Returns the line of the audit log about the end of the upgrade.
-    fn ended(&self) -> Result<Value> {
+    pub(crate) fn ended(&self) -> Result<Value> {
         let mut lines = self.served.audited()?;
         let is_it = |line: &Value| line["event"] == "end" && line["kind"] == "upgrade";
         let at = lines.iter().position(is_it).with_context(|| format!("no upgrade has ended: {lines:?}"))?;

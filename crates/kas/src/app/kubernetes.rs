@@ -155,6 +155,7 @@ pub(super) async fn part(
             header_list: u32::try_from(HeadLimits::default().bytes).unwrap_or(u32::MAX),
             keepalive_interval: config.limits.callers.keepalive_interval,
             keepalive_timeout: config.limits.callers.keepalive_timeout,
+            extended_connect: true,
             ..net::http::API.with_streams(STREAMS, RESETS)
         },
         limits,

@@ -309,7 +309,7 @@ impl Lab {
             listener,
             tls: None,
             protocols: Protocols::Http1And2,
-            settings: net::http::Settings { header_list: 64 * 1024, ..API },
+            settings: net::http::Settings { header_list: 64 * 1024, extended_connect: true, ..API },
             limits: Limits::default(),
             age: None,
             service: Arc::clone(&endpoint) as _,
@@ -702,7 +702,9 @@ pub(super) fn upgrading(other: Option<&'static str>) -> (Api, mpsc::Receiver<Tcp
             let asked = request.headers()[header::UPGRADE].clone();
             headers.insert(header::UPGRADE, other.map_or(asked, HeaderValue::from_static));
             headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
-            headers.insert("sec-websocket-accept", HeaderValue::from_static("accepted"));
+            if let Some(key) = request.headers().get(header::SEC_WEBSOCKET_KEY) {
+                headers.insert(header::SEC_WEBSOCKET_ACCEPT, websocket::upgrade::accept_of(key));
+            }
             headers.insert("x-stream-protocol-version", HeaderValue::from_static("v4.channel.k8s.io"));
             headers.insert("set-cookie", HeaderValue::from_static("a=b"));
             response.extensions_mut().insert(Handed(Arc::new(Mutex::new(Some(Connection(ours))))));

@@ -93,7 +93,8 @@ async fn every_byte_passes_in_both_directions_after_the_heads() {
             "HTTP/1.1 101 Switching Protocols\r\n",
             "connection: Upgrade\r\n",
             expected,
-            "sec-websocket-accept: accepted\r\n",
+            // Of the key `a2V5`.
+            "sec-websocket-accept: acoMowsaMs4gzl5sy2uaF1804GA=\r\n",
             "x-stream-protocol-version: v4.channel.k8s.io\r\n",
             "x-request-id: ",
         ] {

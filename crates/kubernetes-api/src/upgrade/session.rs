@@ -302,8 +302,9 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if let Some(client) = self.client.take() {
-            // The process stops, or the connection has to break.
-            self.ending.ended_by(EndedBy::Drain);
+            // The client's connection of HTTP/2 has ended, the process stops, or the connection has to break.
+            let is_gone = client.with(Stream::is_broken);
+            self.ending.ended_by(if is_gone { EndedBy::Client } else { EndedBy::Drain });
             reset(&client);
             self.link.hold();
         }

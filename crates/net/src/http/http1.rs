@@ -26,13 +26,14 @@ use tokio::{
 };
 
 use super::{
+    connect::{Handler, Task},
     driver::Driver,
     observed::Observed,
     requests::{Answering, Requests},
     service::Body,
     settings::{HEADER_LIST_ROOM, Limits, Settings},
     slot::{OpenStream, StreamSlot},
-    upgrade::{self, Handler, Task},
+    upgrade,
 };
 use crate::io::Stream;
 

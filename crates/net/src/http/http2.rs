@@ -11,11 +11,11 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 
 use super::{
     driver::Driver,
+    executor::Executor,
     frame_limiter::FrameLimiter,
     observed::Observed,
     requests::Requests,
     settings::{FRAME, HEADER_LIST_ROOM, Limits, STREAM_WINDOW, Settings},
-    slot::StreamSlot,
     streams::Streams,
 };
 use crate::{
@@ -27,7 +27,7 @@ type Socket = QuotaStream<FrameLimiter<Stream>>;
 
 /// A connection of HTTP/2.
 pub(super) struct Http2 {
-    inner: http2::Connection<TokioIo<BatchedWrites<Socket>>, Requests, StreamSlot>,
+    inner: http2::Connection<TokioIo<BatchedWrites<Socket>>, Requests, Executor>,
     streams: Streams,
     turns: Turns<Socket>,
     quota: Arc<ReadQuota>,
@@ -39,7 +39,7 @@ impl Http2 {
         let observed = Arc::clone(&requests.observed);
         let stream = FrameLimiter::new(stream, limits, Arc::clone(&observed));
         let streams = Streams::new(requests.slot.clone());
-        let mut builder = http2::Builder::new(requests.slot.clone());
+        let mut builder = http2::Builder::new(Executor::new(requests.slot.clone()));
         builder
             .timer(TokioTimer::new())
             .auto_date_header(false)
@@ -53,6 +53,9 @@ impl Http2 {
             .max_local_error_reset_streams(settings.local_error_resets)
             .keep_alive_interval(settings.keepalive_interval)
             .keep_alive_timeout(settings.keepalive_timeout);
+        if settings.extended_connect {
+            builder.enable_connect_protocol();
+        }
         let (stream, quota) = QuotaStream::new(stream);
         let (stream, turns) = BatchedWrites::new(stream);
         let inner = builder.serve_connection(TokioIo::new(stream), requests);

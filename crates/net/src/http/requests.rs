@@ -12,9 +12,11 @@ use hyper::{body::Incoming, service::Service};
 use tokio::sync::Notify;
 
 use super::{
+    connect::Connect,
     observed::Observed,
     service::{Answer, AuthState, Body, Connection},
     slot::StreamSlot,
+    upgrade,
 };
 
 /// Hands the requests of a connection to its service.
@@ -31,19 +33,23 @@ impl Service<Request<Incoming>> for Requests {
     type Error = Infallible;
     type Future = Answering;
 
-    fn call(&self, request: Request<Incoming>) -> Answering {
+    fn call(&self, mut request: Request<Incoming>) -> Answering {
         // A request may fail only after its first message. Then the next one is refused.
         if self.connection.auth_state() == AuthState::Expelled {
             self.judged.notify_one();
         }
+        let connect = Connect::of(&mut request);
         let answer = Arc::clone(&self.connection).call(request, &self.slot);
+        if let Some(connect) = &connect {
+            self.slot.connect(Arc::clone(connect));
+        }
         // Each step of an answer may authenticate the connection.
         let admits = (!self.observed.is_admitted()).then(|| Admission {
             connection: Arc::clone(&self.connection),
             judged: Arc::clone(&self.judged),
             observed: Arc::clone(&self.observed),
         });
-        Answering { answer, admits }
+        Answering { answer, admits, connect }
     }
 }
 
@@ -59,6 +65,8 @@ pub(super) struct Answering {
     answer: Answer,
     /// `None`: the connection was admitted before.
     admits: Option<Admission>,
+    /// For a request that may take its stream of HTTP/2 over.
+    connect: Option<Arc<Connect>>,
 }
 
 impl Future for Answering {
@@ -74,6 +82,15 @@ impl Future for Answering {
             }
             self.admits = None;
         }
-        polled.map(Ok)
+        if let Poll::Ready(mut answer) = polled {
+            if let Some(connect) = self.connect.take()
+                && answer.status().is_success()
+                && let Some(handler) = upgrade::handler(&mut answer)
+            {
+                connect.agree(handler);
+            }
+            return Poll::Ready(Ok(answer));
+        }
+        Poll::Pending
     }
 }

@@ -47,7 +47,8 @@ pub trait Service: Send + Sync + 'static {
 /// One connection, of any version of HTTP.
 pub trait Connection: Send + Sync + 'static {
     /// Answers a request. Call [`StreamSlot::arm`] before returning if it must be possible to reset the
-    /// request from outside. To take an HTTP/1.1 connection over, answer with [`upgrade`](super::upgrade()).
+    /// request from outside. To take over the connection, or the stream of
+    /// HTTP/2, answer with [`upgrade`](super::upgrade()).
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer;
     /// Whether the connection may stay.
     fn auth_state(&self) -> AuthState;

@@ -58,6 +58,9 @@ pub struct Settings {
     pub keepalive_interval: Duration,
     /// …and the connection ends when it is not answered within this one.
     pub keepalive_timeout: Duration,
+    /// HTTP/2 announces extended CONNECT (RFC 8441), by which a request takes its stream over, see
+    /// [`upgrade`](super::upgrade()). Without, a request by it is a malformed one.
+    pub extended_connect: bool,
 }
 
 /// Agents: many long streams, cancelled at will by callers that the agent does not know.
@@ -73,6 +76,7 @@ pub const AGENT: Settings = Settings {
     local_error_resets: 100_000,
     keepalive_interval: Duration::from_secs(15),
     keepalive_timeout: Duration::from_secs(10),
+    extended_connect: false,
 };
 
 /// GitLab and operators.
@@ -84,6 +88,7 @@ pub const API: Settings = Settings {
     local_error_resets: 1_024,
     keepalive_interval: Duration::from_secs(15),
     keepalive_timeout: Duration::from_secs(10),
+    extended_connect: false,
 };
 
 /// Other replicas, both ends. Resets are not limited: a replica cancels as often as its callers do.
@@ -95,6 +100,7 @@ pub const PEER: Settings = Settings {
     local_error_resets: usize::MAX,
     keepalive_interval: Duration::from_secs(3),
     keepalive_timeout: Duration::from_secs(2),
+    extended_connect: false,
 };
 
 impl Settings {

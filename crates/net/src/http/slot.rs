@@ -5,7 +5,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -15,7 +15,7 @@ use futures_util::{FutureExt as _, stream::FuturesUnordered, task::AtomicWaker};
 use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 
-use super::observed::Observed;
+use super::{connect::Connect, observed::Observed};
 
 /// Resets a stream with CANCEL, whatever it waits for. With HTTP/1.1 it closes the connection.
 #[derive(Debug, Default)]
@@ -52,15 +52,38 @@ pub struct StreamSlot(Arc<Slot>);
 struct Slot {
     /// Of the connection.
     observed: Arc<Observed>,
-    arm: Mutex<Option<Arm>>,
+    next: Mutex<Next>,
     /// Streams that are open.
     open: AtomicUsize,
     /// Streams that were ever opened.
     opened: AtomicU64,
     /// See [`StreamSlot::reset_connection`].
     resets: AtomicBool,
-    /// Streams of HTTP/2 that have begun in this turn of the connection.
-    begun: Mutex<Vec<StreamTask>>,
+    /// Streams of HTTP/2 that the connection's task is to run and does not yet.
+    begun: Mutex<Begun>,
+    /// Wakes that task for its streams.
+    task: OnceLock<Waker>,
+}
+
+#[derive(Debug, Default)]
+struct Begun {
+    streams: Vec<StreamTask>,
+    /// The connection has ended.
+    is_closed: bool,
+}
+
+/// What the service has left for the stream that begins next.
+#[derive(Default)]
+struct Next {
+    arm: Option<Arm>,
+    /// Set if its request may take it over.
+    connect: Option<Arc<Connect>>,
+}
+
+impl fmt::Debug for Next {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Next").field("arm", &self.arm).finish_non_exhaustive()
+    }
 }
 
 /// A stream that is open; until this is dropped.
@@ -81,8 +104,8 @@ enum Arm {
 
 impl StreamSlot {
     pub(super) fn new(observed: Arc<Observed>) -> Self {
-        let (arm, open, opened, resets, begun) = Default::default();
-        Self(Arc::new(Slot { observed, arm, open, opened, resets, begun }))
+        let (next, open, opened, resets, begun, task) = Default::default();
+        Self(Arc::new(Slot { observed, next, open, opened, resets, begun, task }))
     }
 
     /// Makes a connection of HTTP/1.1 end with RST instead of FIN. Call it before the body of an answer fails
@@ -101,21 +124,55 @@ impl StreamSlot {
     ///
     /// Until the connection is admitted, only the first step of a stream is. It is usually the only one: that
     /// there is no token, or a wrong one, is known at once. A stream that waits then, for GitLab for example,
-    /// has a task of its own, so that its answer does not wait for admission again.
+    /// has a task of its own, so that its answer does not wait for admission again. If its request takes it
+    /// over, it comes back to the connection's task.
     fn start(&self, mut stream: StreamTask) {
-        if self.0.observed.is_admitted() {
-            self.0.begun.lock().push(stream);
-            return;
+        let observed = &self.0.observed;
+        if !observed.is_admitted() {
+            // What polls it next registers the right waker.
+            if Pin::new(&mut stream).poll(&mut Context::from_waker(Waker::noop())).is_ready() {
+                return;
+            }
+            if !observed.is_admitted() {
+                drop(tokio::spawn(OwnTask { stream: Some(stream), slot: self.clone() }));
+                return;
+            }
         }
-        // The first step of the task registers the right waker.
-        if Pin::new(&mut stream).poll(&mut Context::from_waker(Waker::noop())).is_pending() {
-            drop(tokio::spawn(stream));
+        self.0.begun.lock().streams.push(stream);
+    }
+
+    /// Sets what wakes the connection's task for its streams.
+    pub(super) fn set_task(&self, waker: Waker) {
+        // There is one task.
+        let _ = self.0.task.set(waker);
+    }
+
+    /// Gives a stream to the connection's task, or back if that has ended.
+    fn hand_over(&self, stream: StreamTask) -> Option<StreamTask> {
+        let mut begun = self.0.begun.lock();
+        if begun.is_closed {
+            return Some(stream);
         }
+        begun.streams.push(stream);
+        drop(begun);
+        if let Some(task) = self.0.task.get() {
+            task.wake_by_ref();
+        }
+        None
+    }
+
+    /// Drops the streams that have begun, and begins no others: the connection has ended.
+    pub(super) fn close(&self) {
+        let mut begun = self.0.begun.lock();
+        begun.is_closed = true;
+        let streams = mem::take(&mut begun.streams);
+        drop(begun);
+        drop(streams);
     }
 
     /// Moves the streams that have begun to those that are open. Returns whether there were any.
     pub(super) fn take_begun(&self, open: &mut FuturesUnordered<StreamTask>) -> bool {
-        let begun = mem::take(&mut *self.0.begun.lock());
+        let begun = mem::take(&mut self.0.begun.lock().streams);
         let any = !begun.is_empty();
         open.extend(begun);
         any
@@ -135,7 +192,17 @@ impl StreamSlot {
     }
 
     fn put(&self, arm: Arm) {
-        *self.0.arm.lock() = Some(arm);
+        self.0.next.lock().arm = Some(arm);
+    }
+
+    /// Lets the request of the stream that is being opened take it over.
+    pub(super) fn connect(&self, connect: Arc<Connect>) {
+        self.0.next.lock().connect = Some(connect);
+    }
+
+    /// Returns what was left by [`StreamSlot::connect`], if the stream has not begun yet.
+    pub(super) fn connecting(&self) -> Option<Arc<Connect>> {
+        self.0.next.lock().connect.clone()
     }
 
     /// Counts a stream that is being opened.
@@ -147,7 +214,7 @@ impl StreamSlot {
 
     /// Forgets what was armed for an earlier stream.
     pub(super) fn disarm(&self) {
-        *self.0.arm.lock() = None;
+        self.0.next.lock().arm = None;
     }
 
     /// Ready when the open request of HTTP/1.1 is to be reset. `timer` is the caller's, for one connection.
@@ -155,7 +222,7 @@ impl StreamSlot {
         if self.is_idle() {
             return Poll::Pending;
         }
-        match &*self.0.arm.lock() {
+        match &self.0.next.lock().arm {
             None => Poll::Pending,
             Some(Arm::Reset(reset)) => reset.poll_reset(cx),
             Some(Arm::Until(deadline)) => {
@@ -184,7 +251,7 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, future: F) {
-        let arm = self.0.arm.lock().take();
+        let Next { arm, connect } = mem::take(&mut *self.0.next.lock());
         let (future, reset): (Pin<Box<dyn Future<Output = ()> + Send>>, _) = match arm {
             None => (Box::pin(future), None),
             Some(Arm::Reset(reset)) => (Box::pin(future), Some(reset)),
@@ -194,7 +261,7 @@ where
                 (Box::pin(until.map(drop)), None)
             }
         };
-        self.start(StreamTask { future, reset, _open: self.enter() });
+        self.start(StreamTask { future, reset, connect, is_taken: false, _open: self.enter() });
     }
 }
 
@@ -204,6 +271,10 @@ pub(super) struct StreamTask {
     /// RST_STREAM(CANCEL) if it is not over.
     future: Pin<Box<dyn Future<Output = ()> + Send>>,
     reset: Option<Arc<StreamReset>>,
+    /// Until the request has been answered, if it may take the stream over.
+    connect: Option<Arc<Connect>>,
+    /// It was taken over.
+    is_taken: bool,
     _open: OpenStream,
 }
 
@@ -220,7 +291,44 @@ impl Future for StreamTask {
         if self.reset.as_ref().is_some_and(|reset| reset.poll_reset(cx).is_ready()) {
             return Poll::Ready(());
         }
-        // The other streams of the connection go on. The panic hook has reported it.
-        catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx))).unwrap_or(Poll::Ready(()))
+        loop {
+            // The other streams of the connection go on. The panic hook has reported it.
+            let polled = catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx)));
+            match polled.unwrap_or(Poll::Ready(())) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(()) => match self.connect.take().and_then(|connect| connect.taken()) {
+                    Some(taken) => {
+                        self.is_taken = true;
+                        self.future = Box::pin(taken);
+                    }
+                    None => return Poll::Ready(()),
+                },
+            }
+        }
+    }
+}
+
+/// A stream whose connection was not admitted when it began.
+struct OwnTask {
+    /// `None`: the connection's task has it.
+    stream: Option<StreamTask>,
+    slot: StreamSlot,
+}
+
+impl Future for OwnTask {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(stream) = &mut self.stream else { return Poll::Ready(()) };
+        if Pin::new(&mut *stream).poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        // Once: a connection that has ended takes none.
+        if mem::take(&mut stream.is_taken)
+            && let Some(stream) = self.stream.take()
+        {
+            self.stream = self.slot.hand_over(stream);
+        }
+        if self.stream.is_some() { Poll::Pending } else { Poll::Ready(()) }
     }
 }

@@ -80,6 +80,7 @@ impl Streams {
     pub(super) fn new(slot: StreamSlot) -> Self {
         let task = Arc::<Task>::default();
         let (connection, streams) = (Part::new(&task), Part::new(&task));
+        slot.set_task(streams.1.clone());
         Self { slot, open: FuturesUnordered::new(), task, connection, streams }
     }
 
@@ -105,15 +106,14 @@ impl Streams {
             }
             let begun = self.slot.take_begun(&mut self.open);
             if polled.is_ready() {
+                // They are dropped with the connection. Before that, each of them may see that it has ended.
+                let mut cx = Context::from_waker(&self.streams.1);
+                while let Poll::Ready(Some(())) = self.open.poll_next_unpin(&mut cx) {}
                 break;
             }
             if self.streams.0.take() || begun {
                 let mut cx = Context::from_waker(&self.streams.1);
                 while let Poll::Ready(Some(())) = self.open.poll_next_unpin(&mut cx) {}
-                // An upgraded stream begins another one.
-                if self.slot.take_begun(&mut self.open) {
-                    self.streams.1.wake_by_ref();
-                }
             }
             // Futures that were all polled once also count as ready: the next round finds that they are not.
             if !self.is_ready() {
@@ -126,6 +126,12 @@ impl Streams {
             cx.waker().wake_by_ref();
         }
         polled
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        self.slot.close();
     }
 }
 

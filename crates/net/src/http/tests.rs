@@ -2,13 +2,17 @@
 
 use std::{
     convert::Infallible,
+    io::ErrorKind,
     net::SocketAddr,
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, Version, header};
+use http::{Method, Request, Response, StatusCode, Version, header};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Empty, Full, StreamBody};
 use hyper::body::Incoming;
@@ -22,6 +26,8 @@ use tokio::{
     task::JoinHandle,
     time::{Instant, timeout},
 };
+
+mod connect;
 
 use super::{server::TLS_HANDSHAKE, *};
 use crate::{
@@ -37,7 +43,14 @@ const SOON: Duration = Duration::from_secs(10);
 struct Paths {
     refusals: Mutex<Vec<Refusal>>,
     resets: Mutex<Vec<Arc<StreamReset>>>,
+    /// How streams ended that were taken over.
+    ends: Mutex<Vec<Result<(), ErrorKind>>>,
+    /// Bytes that were written to one that is not read.
+    flooded: AtomicUsize,
 }
+
+/// A piece of a flood.
+const PIECE: usize = 16 * 1024;
 
 struct Client {
     of: Arc<Paths>,
@@ -80,14 +93,61 @@ async fn shout(stream: Stream, mut leaving: watch::Receiver<bool>, is_polite: bo
     }
 }
 
+/// What a connection does that was taken over.
+async fn taken(of: Arc<Paths>, mut stream: Stream, leaving: watch::Receiver<bool>, path: String) {
+    match &*path {
+        "/end" | "/end/elsewhere" => {
+            let (mut read, mut write) = tokio::io::split(stream);
+            let reading = async move {
+                read.read_exact(&mut [0; 9]).await.unwrap();
+                write.write_all(b"read").await.unwrap();
+                write.flush().await.unwrap();
+                let end = read.read_to_end(&mut Vec::new()).await.map(drop);
+                of.ends.lock().push(end.map_err(|error| error.kind()));
+                drop(write);
+            };
+            if path == "/end" { reading.await } else { tokio::spawn(reading).await.unwrap() }
+        }
+        "/held" | "/held/late" => {
+            /// Tells that the future was dropped.
+            struct Dropped(Arc<Paths>);
+            impl Drop for Dropped {
+                fn drop(&mut self) {
+                    self.0.ends.lock().push(Err(ErrorKind::Interrupted));
+                }
+            }
+            let dropped = Dropped(of);
+            stream.write_all(b"held").await.unwrap();
+            let end = stream.read_to_end(&mut Vec::new()).await.map(drop);
+            dropped.0.ends.lock().push(end.map_err(|error| error.kind()));
+            std::mem::forget(dropped);
+        }
+        "/flood" => loop {
+            stream.write_all(&[7; PIECE]).await.unwrap();
+            of.flooded.fetch_add(PIECE, Ordering::Relaxed);
+        },
+        "/reset" => {
+            stream.read_u8().await.unwrap();
+            stream.write_all(b"not the end").await.unwrap();
+            stream.reset_on_close().unwrap();
+        }
+        "/panic" => {
+            stream.read_u8().await.unwrap();
+            panic!("expected by this test");
+        }
+        _ => shout(stream, leaving, path == "/shout").await,
+    }
+}
+
 impl Connection for Client {
     fn call(self: Arc<Self>, request: Request<Incoming>, slot: &StreamSlot) -> Answer {
-        if request.headers().contains_key(header::AUTHORIZATION) {
+        let path = request.uri().path().to_owned();
+        let is_late = path.ends_with("/late");
+        if request.headers().contains_key(header::AUTHORIZATION) && !is_late {
             let _ = self.authenticated.set(());
         }
-        let path = request.uri().path().to_owned();
         let armed = match &*path {
-            "/full" => Some(slot.arm()),
+            "/full" | "/shout/armed" => Some(slot.arm()),
             "/until" | "/quick" => {
                 slot.arm_until(Instant::now() + Duration::from_millis(300));
                 None
@@ -95,7 +155,12 @@ impl Connection for Client {
             _ => None,
         };
         self.of.resets.lock().extend(armed);
+        let is_connect = request.method() == Method::CONNECT;
         Box::pin(async move {
+            if is_late {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                let _ = self.authenticated.set(());
+            }
             match &*path {
                 "/echo" => text(request.into_body().collect().await.unwrap().to_bytes()),
                 "/slow" => {
@@ -106,14 +171,18 @@ impl Connection for Client {
                     let frames = std::iter::repeat_with(|| Ok(Frame::data(Bytes::from(vec![7; 64 << 10]))));
                     Response::new(StreamBody::new(futures_util::stream::iter(frames)).boxed_unsync())
                 }
-                "/shout" | "/shout/on" => {
+                "/shout" | "/shout/on" | "/shout/armed" | "/end" | "/end/elsewhere" | "/flood" | "/reset"
+                | "/panic" | "/held" | "/held/late" => {
                     let leaving = self.leaving.subscribe();
                     let mut answer = text("");
-                    *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-                    for (name, value) in [(header::CONNECTION, "upgrade"), (header::UPGRADE, "shout")] {
-                        answer.headers_mut().insert(name, value.parse().unwrap());
+                    if !is_connect {
+                        *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+                        for (name, value) in [(header::CONNECTION, "upgrade"), (header::UPGRADE, "shout")] {
+                            answer.headers_mut().insert(name, value.parse().unwrap());
+                        }
                     }
-                    upgrade(&mut answer, move |stream| shout(stream, leaving, path == "/shout"));
+                    let of = Arc::clone(&self.of);
+                    upgrade(&mut answer, move |stream| taken(of, stream, leaving, path));
                     answer
                 }
                 _ => text(format!("{:?}", request.version())),
@@ -148,6 +217,15 @@ impl Running {
         limits: Limits,
         tls: Option<tls::Live<rustls::ServerConfig>>,
     ) -> Self {
+        Self::start_as(protocols, limits, tls, API).await
+    }
+
+    async fn start_as(
+        protocols: Protocols,
+        limits: Limits,
+        tls: Option<tls::Live<rustls::ServerConfig>>,
+        settings: Settings,
+    ) -> Self {
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (service, lifecycle) = (Arc::<Paths>::default(), Lifecycle::default());
@@ -155,7 +233,7 @@ impl Running {
             listener,
             tls,
             protocols,
-            settings: API,
+            settings,
             limits,
             age: None,
             service: Arc::clone(&service) as _,
@@ -175,6 +253,20 @@ impl Running {
         let begun = Instant::now();
         while !self.service.refusals.lock().contains(&why) {
             assert!(begun.elapsed() < SOON, "{:?}", self.service.refusals.lock());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+impl Running {
+    /// Waits until the end of a stream was read that was taken over, and returns it.
+    async fn end_was_read(&self) -> Result<(), ErrorKind> {
+        let begun = Instant::now();
+        loop {
+            if let Some(end) = self.service.ends.lock().pop() {
+                return end;
+            }
+            assert!(begun.elapsed() < SOON, "no end was read");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

@@ -1,6 +1,6 @@
-//! Connections of HTTP/1.1 that become something else.
+//! Connections of HTTP/1.1, and streams of HTTP/2, that become something else.
 
-use std::{io, pin::Pin, sync::Arc};
+use std::{io, sync::Arc};
 
 use http::Response;
 use hyper::upgrade::{Parts, Upgraded};
@@ -9,28 +9,28 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use websocket::Rewind;
 
-use super::service::Body;
+use super::{connect::Handler, service::Body};
 use crate::io::Stream;
-
-/// What an upgraded connection does until its end.
-pub(super) type Handler = Box<dyn FnOnce(Stream) -> Task + Send>;
-pub(super) type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// In the extensions of an answer.
 #[derive(Clone)]
 struct Agreed(Arc<Mutex<Option<Handler>>>);
 
-/// Lets an answer with status 101 take over its connection: once it has been sent, `then` is called with the
-/// bytes that follow in both directions.
+/// Lets an answer take over its connection of HTTP/1.1 (with status 101), or its stream of HTTP/2 (with
+/// status 200): once it has been sent, `then` is called with the bytes that follow in both directions.
 ///
 /// The server treats the upgraded stream as an open request of the connection. It polls the future in the
 /// connection's own task, waits for its end when the process leaves, calls
 /// [`Connection::going_away`](super::Connection::going_away), and drops the future at the end of the
 /// connection's [`Age::grace`](super::Age::grace), when its [`StreamReset`](super::StreamReset) is used, and
-/// half a second after [`Phase::Stopped`](process::lifecycle::Phase::Stopped).
+/// half a second after [`Phase::Stopped`](process::lifecycle::Phase::Stopped). A stream of HTTP/2 whose
+/// future is dropped is reset. If the future ends, the stream does as well, after what was written, or with a reset
+/// if [`Stream::reset_on_close`] was called.
 ///
-/// The request must be one of HTTP/1.1 that asked for an upgrade. Any other connection is closed, and `then`
-/// is not called.
+/// The request must be one of HTTP/1.1 that asked for an upgrade, or one of HTTP/2 by extended CONNECT: with
+/// the method CONNECT and [`Protocol`](hyper::ext::Protocol) in its extensions. Any other connection of
+/// HTTP/1.1 is closed, and `then` is not called. Answer extended CONNECT with a status of success only
+/// together with this function: the stream is reset otherwise.
 pub fn upgrade<F>(answer: &mut Response<Body>, then: impl FnOnce(Stream) -> F + Send + 'static)
 where
     F: Future<Output = ()> + Send + 'static,
