@@ -32,7 +32,20 @@ const IS_TOKEN: [bool; 256] = {
     while byte < table.len() {
         let is_mark = matches!(
             byte as u8,
-            b'!' | b'#' | b'$' | b'%' | b'&' | b'\'' | b'*' | b'+' | b'-' | b'.' | b'^' | b'_' | b'`' | b'|' | b'~'
+            b'!' | b'#'
+                | b'$'
+                | b'%'
+                | b'&'
+                | b'\''
+                | b'*'
+                | b'+'
+                | b'-'
+                | b'.'
+                | b'^'
+                | b'_'
+                | b'`'
+                | b'|'
+                | b'~'
         );
         table[byte] = is_mark || (byte as u8).is_ascii_alphanumeric();
         byte += 1;

@@ -244,7 +244,8 @@ async fn a_stream_that_was_taken_over_outlasts_the_drain_and_is_told_the_end_of_
 
     endpoint.served.kas.process.terminate();
     endpoint
-        .served.kas
+        .served
+        .kas
         .process
         .logged("that it waits", |line| {
             let message = line["message"].as_str().unwrap_or_default();

@@ -11,7 +11,7 @@ use testkit::{
 };
 
 use crate::{
-    clients::{Client, Endpoint, Files, JANE, endpoint_of},
+    clients::{Client, Endpoint, Files, JANE},
     exec::found_tools,
     reads::GET_PODS,
     setup::{AGENT, Chain, exclusive},
@@ -125,7 +125,7 @@ async fn kubectl_shows_the_message_of_kas_when_the_api_server_is_away() -> Resul
     let tools = found_tools().await?;
     let files = Files::new()?;
     let kas = Kas::start_with_config(files.config()).await?;
-    let address = endpoint_of(&kas).await?;
+    let address = testkit::endpoint::address(&kas).await?;
     // It is bound and does not listen, so that connections are refused.
     let away = tokio::net::TcpSocket::new_v4()?;
     away.bind("127.0.0.1:0".parse()?)?;
