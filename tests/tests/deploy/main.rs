@@ -3,6 +3,7 @@
 
 mod charts;
 mod confined;
+mod endpoint;
 mod images;
 mod kustomize;
 mod monitoring;
