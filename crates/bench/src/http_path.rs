@@ -30,8 +30,8 @@ pub(crate) struct HttpArgs {
     quick: bool,
     /// Measure only these rows, by name or by the first words of a name: `get_1k_c64`, `get`, `down`; `k8s`
     /// for those of the Kubernetes API endpoint: `k8s_get_c64`, `k8s_get_c1`, `k8s_watch_events`,
-    /// `k8s_watch_delay`, `k8s_exec_rtt`, `k8s_exec_bulk`, `k8s_cp`, `k8s_idle_watch`, `k8s_idle_exec`,
-    /// `k8s_drain`, `k8s_conformance`
+    /// `k8s_watch_delay`, `k8s_exec_rtt`, `k8s_exec_bulk`, `k8s_cp`, `k8s_slow_exec`, `k8s_slow_bulk`,
+    /// `k8s_idle_watch`, `k8s_idle_exec`, `k8s_drain`, `k8s_conformance`. The slow ones need root
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure only one hop, and no TLS to the API server

@@ -65,7 +65,7 @@ pub(super) const WATCH_KAS: &str = "watch_kas_kib";
 pub(super) const WATCH_AGENTK: &str = "watch_agentk_kib";
 pub(super) const EXEC_BESIDE_WATCHES: &str = "exec_beside_watches_ms";
 
-const GATES: [Gate; 49] = [
+const GATES: [Gate; 51] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -80,6 +80,8 @@ const GATES: [Gate; 49] = [
     at_most("exec_rtt_p50_ratio", 2.5, 1.8),
     at_most("exec_rtt_bulk_p99_ratio", 3.0, 2.0),
     at_least("cp_mb_s_ratio", 0.40, 0.55),
+    without_limit("slow_exec_rtt_p50_ratio"),
+    at_most("slow_exec_rtt_bulk_p99_ratio", 3.0, 2.0),
     at_most("idle_watch_kib", 24.0, 16.0),
     at_most("idle_exec_kib", 64.0, 48.0),
     at_most("drain_failed_requests", 0.0, 0.0),

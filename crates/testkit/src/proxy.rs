@@ -31,6 +31,8 @@ pub enum Passes {
     /// Requests of HTTP/1.1 and HTTP/2, with the defaults of the proxy: they reach kas in the version that it
     /// uses unless another one is configured.
     Http,
+    /// The same, but they reach kas in HTTP/2. Not by nginx, which cannot do that.
+    Http2,
 }
 
 /// A proxy in front of kas. Dropping it ends it.
@@ -66,6 +68,7 @@ impl Proxy {
             Passes::Http => {
                 return Self::nginx_http(kas, "", &format!("proxy_pass http://{kas}; {directives}")).await;
             }
+            Passes::Http2 => anyhow::bail!("nginx speaks HTTP/2 only as gRPC to a server"),
         };
         let server = format!("listen {address}{http2}; location / {{ {pass} {directives} }}");
         Self::nginx_with(dir, [address; 2], "", &server).await
@@ -114,11 +117,12 @@ impl Proxy {
     pub async fn haproxy(kas: SocketAddr, passes: Passes, defaults: &str) -> Result<Self> {
         let dir = TempDir::with_prefix("haproxy-test-")?;
         let address = beside(kas, 3);
-        let http2 = if passes == Passes::Grpc { " proto h2" } else { "" };
+        let to_kas = if matches!(passes, Passes::Grpc | Passes::Http2) { " proto h2" } else { "" };
+        let from_clients = if passes == Passes::Grpc { " proto h2" } else { "" };
         let config = format!(
             "defaults\n  mode http\n{defaults}\n\
-             frontend agents\n  bind {address}{http2}\n  default_backend kas\n\
-             backend kas\n  server kas {kas}{http2}\n"
+             frontend agents\n  bind {address}{from_clients}\n  default_backend kas\n\
+             backend kas\n  server kas {kas}{to_kas}\n"
         );
         let file = dir.path().join("haproxy.cfg");
         std::fs::write(&file, config)?;
@@ -166,7 +170,7 @@ impl Proxy {
             ]}]},
         });
         match passes {
-            Passes::Grpc => {
+            Passes::Grpc | Passes::Http2 => {
                 cluster["typed_extension_protocol_options"] = json!({
                     "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
                         "@type": OPTIONS,

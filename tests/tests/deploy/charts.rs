@@ -370,6 +370,20 @@ async fn the_notes_lead_from_an_installation_to_its_first_agent() -> Result<()> 
         assert_eq!(notes.contains("is in no registry"), told, "{repository}: {notes}");
     }
 
+    // With client certificates, the notes say what a certificate must have, and where clients may connect.
+    let values = |service: &str| {
+        json!({
+            "kubernetesApi": { "enabled": true, "clientCaConfigMap": "users-ca" },
+            "tls": { "kubernetesApi": { "existingSecret": "tls" } },
+            "service": { "kubernetesApi": { "type": service } },
+        })
+    };
+    for (service, is_inside) in [("ClusterIP", true), ("LoadBalancer", false)] {
+        let notes = helm_one(render("kas", &values(service), "kas", NAMESPACE)).await?["notes"].to_string();
+        assert!(notes.contains("ConfigMap users-ca") && notes.contains("clientAuth"), "{notes}");
+        assert_eq!(notes.contains("set service.kubernetesApi.type"), is_inside, "{notes}");
+    }
+
     // With monitoring, the notes say which pods may read metrics by default, unless this was configured.
     let told = async |values: Value| {
         let notes = helm_one(render("kas", &values, "kas", NAMESPACE)).await?["notes"].to_string();
@@ -402,7 +416,23 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
     // The role of replicas.
     certificate.subject_alt_names.push(rcgen::SanType::URI("kas://replica".try_into()?));
     let certificate = certificate.self_signed(&key)?;
+    // The authority of users, which has revoked nothing.
+    let mut authority = rcgen::CertificateParams::new(Vec::new())?;
+    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    authority.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign, rcgen::KeyUsagePurpose::CrlSign];
+    let authority_key = rcgen::KeyPair::generate()?;
+    let client_ca = authority.self_signed(&authority_key)?.pem();
+    let list = rcgen::CertificateRevocationListParams {
+        this_update: rcgen::date_time_ymd(2020, 1, 1),
+        next_update: rcgen::date_time_ymd(2040, 1, 1),
+        crl_number: rcgen::SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs: Vec::new(),
+        key_identifier_method: rcgen::KeyIdMethod::Sha256,
+    };
+    let crl = list.signed_by(&rcgen::Issuer::new(authority, authority_key))?.pem()?;
     let made = |path: &str| match path {
+        "crl.pem" => crl.clone(),
         "tls.key" => key.serialize_pem(),
         "tls.crt" | "ca.crt" => certificate.pem(),
         "agents.yaml" => "agents: []".to_owned(),
@@ -414,7 +444,9 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
         let at = dir.join(mounts[name].trim_start_matches('/'));
         fs::create_dir_all(&at)?;
         let mut files: BTreeMap<String, Vec<u8>> = BTreeMap::new();
-        if let Some(object) = named("ConfigMap", &volume["configMap"]["name"]) {
+        if name == "client-ca" {
+            files.insert("ca.crt".to_owned(), client_ca.clone().into());
+        } else if let Some(object) = named("ConfigMap", &volume["configMap"]["name"]) {
             for (key, value) in object["data"].as_object().context("data")? {
                 files.insert(key.clone(), value.as_str().context("text")?.into());
             }
@@ -427,9 +459,14 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
             }
         } else if volume.get("configMap").or(volume.get("secret")).is_some() {
             let secrets = ["secret", "next", "old", "new", "kas_shared_secret", "redis-password"];
-            for file in
-                secrets.into_iter().chain(["tls.key", "tls.crt", "ca.crt", "agents.yaml", "users.yaml"])
-            {
+            for file in secrets.into_iter().chain([
+                "tls.key",
+                "tls.crt",
+                "ca.crt",
+                "crl.pem",
+                "agents.yaml",
+                "users.yaml",
+            ]) {
                 files.insert(file.to_owned(), made(file).into());
             }
         }

@@ -4,6 +4,7 @@
 mod chaos_mesh;
 mod charts;
 mod confined;
+mod endpoint;
 mod images;
 mod kustomize;
 mod monitoring;

@@ -123,8 +123,12 @@ impl Config {
     }
 
     async fn envoy(self, kas: SocketAddr) -> Result<Proxy> {
+        self.envoy_that(Passes::Http, kas).await
+    }
+
+    async fn envoy_that(self, passes: Passes, kas: SocketAddr) -> Result<Proxy> {
         if self == Self::Default {
-            return Proxy::envoy(kas, Passes::Http, json!({}), json!({})).await;
+            return Proxy::envoy(kas, passes, json!({}), json!({})).await;
         }
         let config: Value = serde_saphyr::from_str(&self.timers(documented("yaml")?, "0s"))?;
         ensure!(config.as_object().is_some_and(|keys| keys.len() == 3), "{config}");
@@ -132,7 +136,7 @@ impl Config {
             "upgrade_configs": config["upgrade_configs"],
             "stream_idle_timeout": config["stream_idle_timeout"],
         });
-        Proxy::envoy(kas, Passes::Http, manager, json!({ "timeout": config["timeout"] })).await
+        Proxy::envoy(kas, passes, manager, json!({ "timeout": config["timeout"] })).await
     }
 
     /// Starts all three.
@@ -437,6 +441,15 @@ async fn with_the_documented_configuration_everything_works_through_haproxy() ->
 #[tokio::test]
 async fn with_the_documented_configuration_everything_works_through_envoy() -> Result<()> {
     everything_works(Balancer::Envoy).await
+}
+
+/// Envoy makes extended CONNECT of each upgrade, and loses its method: SPDY stays POST, as kubectl sends it.
+#[tokio::test]
+async fn with_http2_to_kas_everything_works_through_envoy_too() -> Result<()> {
+    let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
+    let proxy = &Box::pin(Config::Documented.envoy_that(Passes::Http2, *address)).await?;
+    serves(Balancer::Envoy, proxy, api_server).await?;
+    upgrades(proxy, api_server).await
 }
 
 /// Long requests of which a client sees nothing for a while.

@@ -24,8 +24,10 @@ use crate::{
 };
 
 mod report;
+mod slow_link;
 
 pub(super) use self::report::{Measured, Report};
+use self::slow_link::{Server, SlowLink};
 
 pub(super) const GET_C64: &str = "k8s_get_c64";
 pub(super) const GET_C1: &str = "k8s_get_c1";
@@ -34,13 +36,15 @@ pub(super) const WATCH_DELAY: &str = "k8s_watch_delay";
 pub(super) const EXEC_RTT: &str = "k8s_exec_rtt";
 pub(super) const EXEC_BULK: &str = "k8s_exec_bulk";
 pub(super) const CP: &str = "k8s_cp";
+pub(super) const SLOW_EXEC: &str = "k8s_slow_exec";
+pub(super) const SLOW_BULK: &str = "k8s_slow_bulk";
 pub(super) const IDLE_WATCH: &str = "k8s_idle_watch";
 pub(super) const IDLE_EXEC: &str = "k8s_idle_exec";
 pub(super) const DRAIN: &str = "k8s_drain";
 pub(super) const CONFORMANCE: &str = "k8s_conformance";
 
 /// The names of all rows.
-pub(super) const ROWS: [&str; 11] = [
+pub(super) const ROWS: [&str; 13] = [
     GET_C64,
     GET_C1,
     WATCH_EVENTS,
@@ -48,6 +52,8 @@ pub(super) const ROWS: [&str; 11] = [
     EXEC_RTT,
     EXEC_BULK,
     CP,
+    SLOW_EXEC,
+    SLOW_BULK,
     IDLE_WATCH,
     IDLE_EXEC,
     DRAIN,
@@ -88,8 +94,8 @@ fn work(row: &str) -> Option<Work> {
         GET_C1 => Work::Http(HttpWork::Get(1024), 1, 1),
         WATCH_EVENTS => Work::Http(HttpWork::Events, 4, 64),
         WATCH_DELAY => Work::Http(HttpWork::PacedEvents(100), 4, 64),
-        EXEC_RTT => Work::Upgrades(1, 0),
-        EXEC_BULK => Work::Upgrades(1, 1),
+        EXEC_RTT | SLOW_EXEC => Work::Upgrades(1, 0),
+        EXEC_BULK | SLOW_BULK => Work::Upgrades(1, 1),
         CP => Work::Upgrades(0, 1),
         _ => return None,
     })
@@ -98,23 +104,35 @@ fn work(row: &str) -> Option<Work> {
 /// The processes that all rounds use.
 struct Setup {
     environment: Environment,
+    /// That of direct requests.
     server: StaticServer,
+    /// That of agentk, if it is another one.
+    _own: Option<StaticServer>,
     client: LoadClient,
     kas: Kas,
     agent: Process,
 }
 
 impl Setup {
-    fn new() -> anyhow::Result<Self> {
+    /// `link`: is between the cluster and both kas and the client.
+    fn new(link: Option<&SlowLink>) -> anyhow::Result<Self> {
         let environment = Environment::new()?;
         let server = environment.static_server()?;
+        // agentk is in the cluster, too, so its requests to the API server do not pass the link.
+        let own = link.map(|_| environment.static_server()).transpose()?;
         let client = environment.client()?;
         let kas = environment.kas(
             "kas",
             &KasOptions { kubernetes: Some(KubernetesOptions::default()), ..KasOptions::default() },
         )?;
-        let agent = environment.agentk(&kas, AGENT, &agent_options(server.http1))?;
-        let mut setup = Self { environment, server, client, kas, agent };
+        if let Some(link) = link {
+            link.slow_down(Server::Inside, server.http1)?;
+            link.slow_down(Server::Inside, server.http2)?;
+            link.slow_down(Server::Outside, kas.agents)?;
+        }
+        let api_server = own.as_ref().unwrap_or(&server).http1;
+        let agent = environment.agentk(&kas, AGENT, &agent_options(api_server))?;
+        let mut setup = Self { environment, server, _own: own, client, kas, agent };
         // The first request waits until the agent is connected.
         let first = Work::Http(HttpWork::Get(1024), 1, 1);
         setup.load(first, true, Span::Count { warm: 1, run: 1 }).context("the first request")?;
@@ -155,6 +173,20 @@ impl Setup {
         );
         ensure!(loaded.done > 0 || loaded.bytes > 0, "nothing was done ({work:?}, {how})");
         Ok(loaded)
+    }
+
+    /// Measures a row directly, and through kas.
+    fn both_ways(&mut self, row: &'static str, round: usize, span: Span) -> anyhow::Result<Measured> {
+        let work = work(row).with_context(|| format!("{row} is no row"))?;
+        // The order alternates too, so that neither way is always first.
+        let mut measure = |through| self.load(work, through, span).with_context(|| row);
+        Ok(Measured::Pair(if round % 2 == 0 {
+            let direct = measure(false)?;
+            [direct, measure(true)?]
+        } else {
+            let through = measure(true)?;
+            [measure(false)?, through]
+        }))
     }
 
     /// Returns the memory of kas for each idle request, in KiB.
@@ -276,34 +308,57 @@ pub(super) fn measure(rows: &[&'static str], rounds: u32, is_quick: bool) -> any
     } else {
         (Span::Time { warm: 300, run: 1_200 }, 200)
     };
-    let mut setup = Setup::new()?;
     let mut report = Report { rounds, idle, ..Report::default() };
+    let is_slow = |row: &&str| matches!(*row, SLOW_EXEC | SLOW_BULK);
+    let (slow, others): (Vec<_>, Vec<_>) = rows.iter().copied().partition(is_slow);
+    if !slow.is_empty() {
+        measure_slow(&slow, rounds, is_quick, &mut report)?;
+    }
+    if others.is_empty() {
+        return Ok(report);
+    }
+    let mut setup = Setup::new(None)?;
     for round in 0..rounds as usize {
-        for row in rows.iter().copied() {
+        for row in others.iter().copied() {
             eprintln!("[{:>4.0} s] round {} of {rounds}: {row}", begin.elapsed().as_secs_f64(), round + 1);
             let measured = match row {
                 IDLE_WATCH => Measured::Kib(setup.idle(IdleWhat::Watches(WATCHES_EACH), idle)?),
                 IDLE_EXEC => Measured::Kib(setup.idle(IdleWhat::Upgrades, idle)?),
                 DRAIN => Measured::Left(setup.leave(round, Span::Time { warm: 300, run: LEAVING })?),
                 CONFORMANCE => Measured::Differences(setup.differences(round as u64 * CASES)?),
-                _ => {
-                    let work = work(row).with_context(|| format!("{row} is no row"))?;
-                    // The order alternates too, so that neither way is always first.
-                    let mut measure = |through| setup.load(work, through, span).with_context(|| row);
-                    let pair = if round % 2 == 0 {
-                        let direct = measure(false)?;
-                        [direct, measure(true)?]
-                    } else {
-                        let through = measure(true)?;
-                        [measure(false)?, through]
-                    };
-                    Measured::Pair(pair)
-                }
+                _ => setup.both_ways(row, round, span)?,
             };
             report.measured.entry(row).or_default().push(measured);
         }
     }
     Ok(report)
+}
+
+/// Measures rows with a slow link between the cluster and everybody else.
+fn measure_slow(
+    rows: &[&'static str],
+    rounds: u32,
+    is_quick: bool,
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    if let Some(why) = SlowLink::missing() {
+        eprintln!("not measured: {}: {why}", rows.join(", "));
+        return Ok(());
+    }
+    // A round trip beside a copy takes a tenth of a second or more.
+    let span =
+        if is_quick { Span::Time { warm: 500, run: 1_000 } } else { Span::Time { warm: 2_000, run: 8_000 } };
+    let begin = Instant::now();
+    let link = SlowLink::enter()?;
+    let mut setup = Setup::new(Some(&link))?;
+    for round in 0..rounds as usize {
+        for row in rows.iter().copied() {
+            eprintln!("[{:>4.0} s] round {} of {rounds}: {row}", begin.elapsed().as_secs_f64(), round + 1);
+            let measured = setup.both_ways(row, round, span)?;
+            report.measured.entry(row).or_default().push(measured);
+        }
+    }
+    Ok(())
 }
 
 /// Results by row.

@@ -24,8 +24,8 @@ struct Agreed(Arc<Mutex<Option<Handler>>>);
 /// [`Connection::going_away`](super::Connection::going_away), and drops the future at the end of the
 /// connection's [`Age::grace`](super::Age::grace), when its [`StreamReset`](super::StreamReset) is used, and
 /// half a second after [`Phase::Stopped`](process::lifecycle::Phase::Stopped). A stream of HTTP/2 whose
-/// future is dropped is reset. If the future ends, the stream does as well, after what was written, or with a reset
-/// if [`Stream::reset_on_close`] was called.
+/// future is dropped is reset. If the future ends, the stream does as well, after what was written, or with a
+/// reset if [`Stream::reset_on_close`] was called.
 ///
 /// The request must be one of HTTP/1.1 that asked for an upgrade, or one of HTTP/2 by extended CONNECT: with
 /// the method CONNECT and [`Protocol`](hyper::ext::Protocol) in its extensions. Any other connection of

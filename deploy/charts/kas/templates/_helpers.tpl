@@ -68,12 +68,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-agents" (include "kas.fullname" .)) .Values.agents.existingSecret -}}
 {{- end -}}
 
-{{/* The Secret with users of the endpoint for kubectl; empty: only GitLab or issuers know its callers. */}}
+{{/* The Secret with users of the endpoint for kubectl; empty: only GitLab, issuers or authorities know its callers. */}}
 {{- define "kas.usersSecret" -}}
 {{- if .Values.kubernetesApi.enabled -}}
 {{- if .Values.kubernetesApi.existingSecret -}}
 {{- .Values.kubernetesApi.existingSecret -}}
-{{- else if or .Values.kubernetesApi.users (not (or .Values.gitlab.address .Values.kubernetesApi.oidc)) -}}
+{{- else if or .Values.kubernetesApi.users (not (or .Values.gitlab.address .Values.kubernetesApi.oidc .Values.kubernetesApi.clientCaConfigMap)) -}}
 {{- include "kas.fullname" . }}-users
 {{- end -}}
 {{- end -}}
@@ -119,6 +119,12 @@ agent:
       {{- else }}
       certificate_file: ""
       key_file: ""
+      {{- end }}
+      {{- if .Values.kubernetesApi.clientCaConfigMap }}
+      client_ca_file: /etc/kas/client-ca/ca.crt
+      {{- end }}
+      {{- if .Values.kubernetesApi.clientCrlConfigMap }}
+      crl_file: /etc/kas/client-crl/crl.pem
       {{- end }}
     users:
       file: {{ ternary "/etc/kas/users/users.yaml" "" (ne (include "kas.usersSecret" .) "") | quote }}
@@ -310,8 +316,14 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if and .users .existingSecret -}}
 {{- fail "kubernetesApi.users and kubernetesApi.existingSecret are both set: use one of them" -}}
 {{- end -}}
-{{- if and (not .enabled) (or .users .existingSecret .oidc .access .ingress.enabled) -}}
-{{- fail "kubernetesApi.users, existingSecret, oidc, access and ingress have no effect without kubernetesApi.enabled" -}}
+{{- if and (not .enabled) (or .users .existingSecret .oidc .clientCaConfigMap .clientCrlConfigMap .access .ingress.enabled) -}}
+{{- fail "kubernetesApi.users, existingSecret, oidc, clientCaConfigMap, clientCrlConfigMap, access and ingress have no effect without kubernetesApi.enabled" -}}
+{{- end -}}
+{{- if and .clientCaConfigMap (not $.Values.tls.kubernetesApi.existingSecret) -}}
+{{- fail "kubernetesApi.clientCaConfigMap needs tls.kubernetesApi.existingSecret: clients present certificates to kas in TLS only" -}}
+{{- end -}}
+{{- if and .clientCrlConfigMap (not .clientCaConfigMap) -}}
+{{- fail "kubernetesApi.clientCrlConfigMap needs kubernetesApi.clientCaConfigMap, the authorities that sign the lists" -}}
 {{- end -}}
 {{- if and .ingress.enabled (not .ingress.host) -}}
 {{- fail "kubernetesApi.ingress.enabled needs kubernetesApi.ingress.host, the name in the kubeconfig" -}}

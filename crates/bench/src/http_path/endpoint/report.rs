@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::{
     ByRow, CASES, CONFORMANCE, CP, DRAIN, EXEC_BULK, EXEC_RTT, GET_C1, GET_C64, IDLE_EXEC, IDLE_WATCH,
-    REQUESTING, WATCH_DELAY, WATCH_EVENTS, WATCHES_EACH, WATCHING,
+    REQUESTING, SLOW_BULK, SLOW_EXEC, WATCH_DELAY, WATCH_EVENTS, WATCHES_EACH, WATCHING, slow_link::RATE,
 };
 use crate::{
     protocol::{ECHO, EVENT, Loaded},
@@ -39,6 +39,8 @@ const PER_SECOND: Value = |loaded| loaded.done as f64 / loaded.seconds;
 const MEGABYTES: Value = |loaded| loaded.bytes as f64 / loaded.seconds / 1e6;
 const P50: Value = |loaded| loaded.p50_us;
 const P99: Value = |loaded| loaded.p99_us;
+const P50_MS: Value = |loaded| loaded.p50_us / 1e3;
+const P99_MS: Value = |loaded| loaded.p99_us / 1e3;
 
 impl Report {
     fn of(&self, row: &'static str) -> impl Iterator<Item = &Measured> {
@@ -98,6 +100,8 @@ impl Report {
             ("exec_rtt_p50_ratio", ratio(EXEC_RTT, P50)),
             ("exec_rtt_bulk_p99_ratio", ratio(EXEC_BULK, P99)),
             ("cp_mb_s_ratio", ratio(CP, MEGABYTES)),
+            ("slow_exec_rtt_p50_ratio", ratio(SLOW_EXEC, P50)),
+            ("slow_exec_rtt_bulk_p99_ratio", ratio(SLOW_BULK, P99)),
             ("idle_watch_kib", self.kib(IDLE_WATCH)),
             ("idle_exec_kib", self.kib(IDLE_EXEC)),
             ("drain_failed_requests", self.left().map(|(_, failed, _)| failed as f64)),
@@ -142,6 +146,26 @@ impl Report {
         if !rows.is_empty() {
             writeln!(out, "### Kubernetes API endpoint\n")?;
             writeln!(out, "Events have {EVENT} bytes, what a terminal sends has {ECHO}.\n")?;
+            writeln!(out, "| | direct | through kas | ratio |\n| --- | --- | --- | --- |")?;
+            for (title, ([direct, through], ratio)) in rows {
+                writeln!(out, "| {title} | {} | {} | {} |", short(direct), short(through), short(ratio))?;
+            }
+            writeln!(out)?;
+        }
+        let rows: [(&'static str, &str, Value); 5] = [
+            (SLOW_EXEC, "round trip of an upgraded connection, p50 ms", P50_MS),
+            (SLOW_EXEC, "the same, p99 ms", P99_MS),
+            (SLOW_BULK, "beside a copy: round trip, p50 ms", P50_MS),
+            (SLOW_BULK, "beside a copy: round trip, p99 ms", P99_MS),
+            (SLOW_BULK, "the copy beside it, MB/s", MEGABYTES),
+        ];
+        let rows: Vec<_> = rows
+            .into_iter()
+            .filter_map(|(row, title, value)| Some((title, self.pair(row, value)?)))
+            .collect();
+        if !rows.is_empty() {
+            writeln!(out, "### Kubernetes API endpoint, {RATE} between the cluster and everybody else\n")?;
+            writeln!(out, "At most 50 ms of packets wait in front of the link.\n")?;
             writeln!(out, "| | direct | through kas | ratio |\n| --- | --- | --- | --- |")?;
             for (title, ([direct, through], ratio)) in rows {
                 writeln!(out, "| {title} | {} | {} | {} |", short(direct), short(through), short(ratio))?;
@@ -195,7 +219,8 @@ mod tests {
     fn values_are_those_of_the_specification() {
         let mut report = Report { rounds: 2, idle: 200, ..Report::default() };
         let pair = |direct, through| Measured::Pair([direct, through]);
-        for row in [GET_C64, GET_C1, WATCH_EVENTS, WATCH_DELAY, EXEC_RTT, EXEC_BULK, CP] {
+        for row in [GET_C64, GET_C1, WATCH_EVENTS, WATCH_DELAY, EXEC_RTT, EXEC_BULK, CP, SLOW_EXEC, SLOW_BULK]
+        {
             let rounds =
                 [pair(loaded(100, 10.0), loaded(30, 20.0)), pair(loaded(100, 10.0), loaded(20, 40.0))];
             report.measured.insert(row, rounds.into());
@@ -215,6 +240,8 @@ mod tests {
                 ("exec_rtt_p50_ratio", 3.0),
                 ("exec_rtt_bulk_p99_ratio", 3.0),
                 ("cp_mb_s_ratio", 0.25),
+                ("slow_exec_rtt_p50_ratio", 3.0),
+                ("slow_exec_rtt_bulk_p99_ratio", 3.0),
                 ("idle_watch_kib", 15.0),
                 ("idle_exec_kib", 50.0),
                 ("drain_failed_requests", 3.0),
@@ -223,6 +250,10 @@ mod tests {
         );
         let tables = report.tables();
         assert!(tables.contains("| copy from a pod, MB/s | 100 | 25.0 | 0.250 |\n"), "{tables}");
+        assert!(
+            tables.contains("| beside a copy: round trip, p99 ms | 0.020 | 0.060 | 3.00 |\n"),
+            "{tables}"
+        );
         assert!(
             tables.contains("made 10 requests and 16 watched; 3 requests and watches failed (broke)."),
             "{tables}"
