@@ -197,6 +197,14 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "devkit",
         ],
     ),
+    // Agents by the library of agentk, real replicas by testkit.
+    (
+        "chaos",
+        &[
+            "ids", "ports", "proto", "net", "process", "grpc", "tunnel", "agentk", "testkit", "devkit",
+            "history",
+        ],
+    ),
     ("xtask", &["devkit", "quickstart"]),
     // Only tests: all of its dependencies are dev-dependencies.
     ("tests", &[]),

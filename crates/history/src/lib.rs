@@ -330,7 +330,7 @@ impl Run {
 pub struct Presence {
     /// The agent.
     pub agent: i64,
-    /// The replica.
+    /// The replica; empty if it is not known, so that views are not compared with this.
     pub replica: String,
     /// The connection, authenticated as `agent`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -426,7 +426,7 @@ fn i14_a_cancelled_request_takes_no_tunnel() {
 fn i14_a_waiter_is_released_by_its_own_agent() {
     let mut history = one();
     history.requests[0].kind = Kind::Waiter;
-    history.presences = vec![presence(17, "b", 11 * S, None)];
+    history.presences = vec![presence(17, "", 11 * S, None)];
     holds(&history, Invariant::I14);
     history.presences[0].agent = 18;
     breaks(

@@ -94,21 +94,23 @@ fn versions(views: &[&View], lives: &BTreeMap<&str, Vec<&Life>>, checker: &mut C
 /// I7: the last view of each live replica equals the truth.
 fn converged(views: &[&View], truth: &Truth, checker: &mut Checker) {
     for observer in &truth.live {
-        let Some(view) = views.iter().rev().find(|view| view.at <= truth.at && view.observer == *observer)
-        else {
-            continue;
+        let last = |tells: fn(&View) -> bool| {
+            views.iter().rev().find(|view| view.at <= truth.at && view.observer == *observer && tells(view))
         };
+        let Some(view) = last(|_| true) else { continue };
         let seen: BTreeSet<&String> = view.live.keys().chain([observer]).collect();
         let live: BTreeSet<&String> = truth.live.iter().collect();
         let breach =
             (seen != live).then(|| format!("{observer} takes {seen:?} for alive, and {live:?} live"));
         checker.check(Invariant::I7, Some(truth.at), breach);
-        if let (Some(expected), Some(seen)) = (&truth.agents, &view.agents) {
+        let agents = last(|view| view.agents.is_some()).and_then(|view| view.agents.as_ref());
+        let connections = last(|view| view.connections.is_some()).and_then(|view| view.connections.as_ref());
+        if let (Some(expected), Some(seen)) = (&truth.agents, agents) {
             let breach =
                 difference(expected, seen).map(|how| format!("the agents that {observer} sees: {how}"));
             checker.check(Invariant::I7, Some(truth.at), breach);
         }
-        if let (Some(expected), Some(seen)) = (&truth.connections, &view.connections) {
+        if let (Some(expected), Some(seen)) = (&truth.connections, connections) {
             let breach =
                 difference(expected, seen).map(|how| format!("the connections that {observer} lists: {how}"));
             checker.check(Invariant::I7, Some(truth.at), breach);
@@ -154,7 +156,7 @@ impl<'a> Times<'a> {
             all: Vec::new(),
             end: history.header.end,
         };
-        for presence in &history.presences {
+        for presence in history.presences.iter().filter(|presence| !presence.replica.is_empty()) {
             let owner = presence.replica.as_str();
             let process = lives.get(owner).and_then(|lives| {
                 lives.iter().filter(|life| life.from <= presence.from).max_by_key(|life| life.from)
