@@ -171,6 +171,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("ports", &[]),
     // For tests. Without the programs, so that all of them can use it.
     ("testkit", &["ids", "ports", "proto", "net", "grpc", "tunnel"]),
+    // What happened in a chaos run or a simulation, and its invariants: pure, without our other crates.
+    ("history", &[]),
     // Cargo and printing, for the three below: usable alone, and built within seconds.
     ("devkit", &[]),
     // Starts programs that cargo has built; depends on none of them, so that `cargo xtask` is built within
@@ -195,6 +197,14 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agentk",
             "testkit",
             "devkit",
+        ],
+    ),
+    // Agents by the library of agentk, real replicas by testkit.
+    (
+        "chaos",
+        &[
+            "ids", "ports", "proto", "net", "process", "grpc", "tunnel", "agentk", "testkit", "devkit",
+            "history",
         ],
     ),
     ("xtask", &["devkit", "quickstart"]),

@@ -1,4 +1,5 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man` and `bench`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man`, `bench` and
+//! `chaos`.
 //!
 //! It is built before anything else, within seconds: it depends on none of the crates that kas and agentk
 //! consist of, so `ci` works when kas does not compile. Commands that need more build it with cargo and start
@@ -10,6 +11,7 @@ use clap::{Parser, Subcommand};
 use devkit::report;
 
 mod bench;
+mod chaos;
 mod checks;
 mod fuzz;
 mod images;
@@ -46,6 +48,9 @@ enum Command {
     /// Measure what a call through kas costs
     #[command(disable_help_flag = true)]
     Bench(bench::BenchArgs),
+    /// Kill, pause and cut off real replicas under load, and check what happened
+    #[command(disable_help_flag = true)]
+    Chaos(chaos::ChaosArgs),
 }
 
 fn main() -> ExitCode {
@@ -58,6 +63,7 @@ fn main() -> ExitCode {
         Command::Layers(args) => layers::run(&args),
         Command::Man(args) => man::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Chaos(args) => chaos::run(&args),
     };
     result.unwrap_or_else(|error: anyhow::Error| {
         // There is nothing left to do when standard error is closed.

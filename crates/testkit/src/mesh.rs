@@ -65,6 +65,8 @@ pub struct Options {
     pub discovery: Option<Value>,
     /// Whether each has its own host.
     pub hosts: bool,
+    /// Hosts without a replica, for agents: those after the replicas' own.
+    pub more_hosts: usize,
     /// Whether those hosts have IPv6 addresses only, as far as replicas know.
     pub ipv6: bool,
     /// Whether they are started, all at once.
@@ -82,6 +84,7 @@ impl Default for Options {
             config: json!({}),
             discovery: None,
             hosts: false,
+            more_hosts: 0,
             ipv6: false,
             start: true,
             seeds: Vec::new(),
@@ -164,7 +167,11 @@ impl Mesh {
     /// # Errors
     /// As [`start_on_hosts`](Self::start_on_hosts).
     pub async fn start_with(options: Options) -> Result<Self> {
-        let network = if options.hosts { Some(Network::new(options.replicas).await?) } else { None };
+        let network = if options.hosts {
+            Some(Network::new(options.replicas + options.more_hosts).await?)
+        } else {
+            None
+        };
         let (a, b, reserved) = if network.is_some() { (0, 0, None) } else { reserve()? };
         let addresses = (0..options.replicas)
             .map(|host| match network {
@@ -279,6 +286,11 @@ impl Mesh {
     /// Returns where a replica's probes and metrics are.
     pub fn observability(&self, n: usize) -> SocketAddr {
         SocketAddr::new(self.addresses[n], OBSERVABILITY)
+    }
+
+    /// Returns where clients call a replica.
+    pub fn api(&self, n: usize) -> SocketAddr {
+        SocketAddr::new(self.addresses[n], API)
     }
 
     /// Returns where agents dial a replica.

@@ -39,6 +39,8 @@ pub enum Traffic {
     All,
     /// Gossip; TCP passes.
     Udp,
+    /// This share of gossip, in percent, by chance; TCP passes.
+    UdpLoss(u8),
     /// Table streams and requests; UDP passes.
     Tcp,
     /// Connections to the private API of the receiving host; responses to its own connections pass.
@@ -140,10 +142,13 @@ impl Network {
         rules.push_str("chain passing {\ntype filter hook forward priority 0;\n");
         for Cut { from, to, what } in cuts {
             let what = match what {
-                Traffic::All => "",
-                Traffic::Udp => "ip protocol udp ",
-                Traffic::Tcp => "ip protocol tcp ",
-                Traffic::Dialled => "tcp dport 8155 ",
+                Traffic::All => String::new(),
+                Traffic::Udp => "ip protocol udp ".to_owned(),
+                Traffic::UdpLoss(percent) => {
+                    format!("ip protocol udp numgen random mod 100 < {percent} ")
+                }
+                Traffic::Tcp => "ip protocol tcp ".to_owned(),
+                Traffic::Dialled => "tcp dport 8155 ".to_owned(),
             };
             rules.push_str(&format!("iifname \"v{from}\" oifname \"v{to}\" {what}counter drop\n"));
         }

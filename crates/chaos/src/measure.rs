@@ -1,0 +1,225 @@
+//! Times and rates that a scenario measured, beside their targets.
+
+/// Whether smaller or larger values are better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Better {
+    Smaller,
+    Larger,
+}
+
+/// One measured quantity.
+#[derive(Clone, Debug)]
+pub(crate) struct Measured {
+    /// Its symbol in chaos.md: `T_kill`.
+    pub(crate) name: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) better: Better,
+    /// What is to be published.
+    pub(crate) target: f64,
+    /// What fails a run.
+    pub(crate) gate: f64,
+    /// What others publish.
+    pub(crate) reference: &'static str,
+    /// From when to when.
+    pub(crate) how: &'static str,
+    /// Each value.
+    pub(crate) values: Vec<f64>,
+}
+
+impl Measured {
+    /// Returns a quantity without values.
+    pub(crate) fn new(row: &Row) -> Self {
+        let Row { name, unit, better, target, gate, reference, how } = *row;
+        Self { name, unit, better, target, gate, reference, how, values: Vec::new() }
+    }
+
+    /// Returns the value below which a share of the values is; `None`: there are none.
+    pub(crate) fn at(&self, share: f64) -> Option<f64> {
+        let mut values = self.values.clone();
+        values.sort_by(f64::total_cmp);
+        #[expect(
+            clippy::cast_precision_loss,
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "an index of a few values"
+        )]
+        let index = ((values.len() as f64 * share).ceil() as usize).clamp(1, values.len().max(1)) - 1;
+        values.get(index).copied()
+    }
+
+    /// The value that is judged: the 99th percentile, or the worst of what should be large.
+    pub(crate) fn judged(&self) -> Option<f64> {
+        match self.better {
+            Better::Smaller => self.at(0.99),
+            Better::Larger => self.at(0.0),
+        }
+    }
+
+    fn within(&self, limit: f64) -> bool {
+        self.judged().is_some_and(|value| match self.better {
+            Better::Smaller => value <= limit,
+            Better::Larger => value >= limit,
+        })
+    }
+
+    /// Whether it was measured, and keeps the gate.
+    pub(crate) fn passes(&self) -> bool {
+        self.within(self.gate)
+    }
+
+    /// Whether it was measured, and keeps the target.
+    pub(crate) fn is_world_class(&self) -> bool {
+        self.within(self.target)
+    }
+}
+
+/// A row of the table of targets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) better: Better,
+    pub(crate) target: f64,
+    pub(crate) gate: f64,
+    pub(crate) reference: &'static str,
+    pub(crate) how: &'static str,
+}
+
+const fn times(
+    name: &'static str,
+    target: f64,
+    gate: f64,
+    reference: &'static str,
+    how: &'static str,
+) -> Row {
+    Row { name, unit: "ms", better: Better::Smaller, target, gate, reference, how }
+}
+
+const fn counts(name: &'static str, unit: &'static str, limit: f64, how: &'static str) -> Row {
+    Row { name, unit, better: Better::Smaller, target: limit, gate: limit, reference: "", how }
+}
+
+const fn share(name: &'static str, target: f64, gate: f64, how: &'static str) -> Row {
+    Row { name, unit: "%", better: Better::Larger, target, gate, reference: "", how }
+}
+
+/// SIGKILL of a replica to the first list of each survivor without it.
+pub(crate) const T_KILL: Row = times(
+    "T_kill",
+    100.0,
+    500.0,
+    "kas 5 min; Akka 25 to 45 s; Phoenix, konnectivity 30 s; memberlist 5 s; Restate 1 s",
+    "SIGKILL to the first look, each 50 ms, at a survivor's list of replicas without it",
+);
+pub(crate) const T_PURGE: Row = times(
+    "T_purge",
+    5_000.0,
+    10_000.0,
+    "kas 5 min",
+    "SIGKILL to the first look, each 500 ms, at a survivor's agents without it",
+);
+pub(crate) const T_FAILOVER: Row = times(
+    "T_failover",
+    500.0,
+    2_000.0,
+    "kas 10.4 to 12.2 s; remotedialer 5.05 s; konnectivity 0.03 to 0.58 s",
+    "SIGKILL to the first response to an agent whose only connection it was, from the load",
+);
+pub(crate) const T_FAILOVER_2C: Row = times(
+    "T_failover_2c",
+    150.0,
+    1_000.0,
+    "Teleport advises more than one connection",
+    "SIGKILL to the first response to an agent with a second connection, from the load",
+);
+pub(crate) const T_BLACKHOLE: Row = times(
+    "T_blackhole",
+    2_000.0,
+    3_000.0,
+    "as T_kill",
+    "all packets dropped to the first look at another replica's list without it",
+);
+pub(crate) const T_HEAL: Row = times(
+    "T_heal",
+    2_000.0,
+    5_000.0,
+    "Akka tests 45 to 60 s",
+    "the network heals to equal views of all replicas, seen each 500 ms",
+);
+pub(crate) const T_RESUME: Row = times(
+    "T_resume",
+    1_000.0,
+    1_000.0,
+    "etcd 20418: stale reads after a pause",
+    "SIGCONT to the first look at each other replica's list with it",
+);
+pub(crate) const T_HALFOPEN: Row = times(
+    "T_halfopen",
+    30_000.0,
+    35_000.0,
+    "kas about 70 s; remotedialer 60 s; konnectivity 1 h",
+    "all packets of an agent dropped to the first look, each 500 ms, at its replica without it",
+);
+pub(crate) const T_UNBLOCK_LOCAL: Row = times(
+    "T_unblock_local",
+    2.0,
+    20.0,
+    "kas polls up to 1 s",
+    "the agent sees its first tunnel to the start of a request that waited on the same replica",
+);
+pub(crate) const T_UNBLOCK_REMOTE: Row = times(
+    "T_unblock_remote",
+    30.0,
+    150.0,
+    "kas polls up to 1 s",
+    "the agent sees its first tunnel to the start of a request that waited on another replica",
+);
+pub(crate) const T_DRAIN: Row = times(
+    "T_drain",
+    30_000.0,
+    30_000.0,
+    "NATS 10 s + 2 min",
+    "SIGTERM to the exit of a replica; drain.delay + drain.timeout (+ drain.upgrade_grace) of the run is less",
+);
+/// The share of requests that succeeded, with the retry of what was not started.
+pub(crate) const SUCCESS: Row = share(
+    "success",
+    99.95,
+    99.9,
+    "requests with a response; one that certainly did not run is tried once more elsewhere",
+);
+pub(crate) const SUCCESS_ALL: Row =
+    share("success of all", 100.0, 100.0, "requests with a response; nothing may fail");
+pub(crate) const SUCCESS_IDEMPOTENT: Row =
+    share("success with idempotent retry", 100.0, 100.0, "the same; what may have run is repeated, too");
+pub(crate) const NOT_UNKNOWN: Row = counts(
+    "failures other than unknown",
+    "requests",
+    0.0,
+    "requests that failed, and not because they had been started on what was struck",
+);
+pub(crate) const FALSE_DEATHS: Row =
+    counts("false deaths", "replicas", 0.0, "replicas that live and leave the list of another one");
+pub(crate) const UNCLEAN_WATCHES: Row =
+    counts("unclean watches", "watches", 0.0, "watches that did not end in order when their replica left");
+pub(crate) const TWICE: Row =
+    counts("waiters not released", "requests", 0.0, "requests that waited and did not get a response");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_and_limits() {
+        let mut kill = Measured::new(&T_KILL);
+        assert!(!kill.passes(), "what was not measured does not pass");
+        kill.values = (1..=100).map(f64::from).collect();
+        assert_eq!((kill.at(0.5), kill.at(0.99), kill.at(1.0)), (Some(50.0), Some(99.0), Some(100.0)));
+        assert!(kill.passes() && kill.is_world_class());
+        kill.values.extend([600.0, 600.0]);
+        assert!(!kill.passes());
+        let mut success = Measured::new(&SUCCESS);
+        success.values = vec![100.0, 99.92];
+        assert!(success.passes() && !success.is_world_class());
+    }
+}

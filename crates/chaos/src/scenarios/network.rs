@@ -1,0 +1,166 @@
+//! The network between replicas, or to agents, is cut in part.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use http::StatusCode;
+use proto::kas::api::v1::{ListReplicasRequest, ListReplicasResponse};
+use testkit::{
+    caller::Caller,
+    mesh::LIST_REPLICAS,
+    network::{Cut, Traffic},
+};
+use tokio::time::{Instant, sleep};
+
+use super::{process::RATE, time};
+use crate::{
+    clock::{self, millis},
+    measure::{FALSE_DEATHS, T_BLACKHOLE, T_HALFOPEN, T_HEAL},
+    run::{Run, between},
+};
+
+/// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals.
+async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Duration) -> Result<()> {
+    run.load(RATE, 0, 0);
+    sleep(Duration::from_secs(2)).await;
+    let from = clock::now();
+    let fault = run.cut(what, cuts)?;
+    sleep(lasting).await;
+    if deaths {
+        let deaths = run.false_deaths(from, clock::now());
+        run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
+    }
+    run.heal(fault)?;
+    run.heals(&T_HEAL).await
+}
+
+pub(super) async fn pair(run: &mut Run) -> Result<()> {
+    let lasting = time(run, 10, 30);
+    cut(run, "replicas 0 and 1 are cut", &between(&[0], &[1], Traffic::All), false, lasting).await
+}
+
+pub(super) async fn isolated(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    sleep(Duration::from_secs(2)).await;
+    let at = clock::now();
+    let fault = run.cut("replica 2 is cut from 0 and 1", &between(&[2], &[0, 1], Traffic::All))?;
+    run.seen_by_others(&T_BLACKHOLE, 2, at, false, false).await?;
+    sleep(time(run, 8, 30)).await;
+    run.heal(fault)?;
+    run.heals(&T_HEAL).await
+}
+
+pub(super) async fn deaf(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    sleep(Duration::from_secs(2)).await;
+    let from = clock::now();
+    let cuts: Vec<Cut> = [1, 2].map(|other| Cut { from: other, to: 0, what: Traffic::Udp }).into();
+    let fault = run.cut("replica 0 hears no UDP", &cuts)?;
+    sleep(time(run, 8, 30)).await;
+    let (status, _) = run.mesh.kas(0).get("/readiness").await?;
+    ensure!(status == StatusCode::OK, "a replica that hears nobody is not ready: {status}");
+    let caller = Caller::connect(run.mesh.api(0), Some(run.client.token())).await?;
+    let list: ListReplicasResponse = caller.unary(LIST_REPLICAS, &ListReplicasRequest {}).await?;
+    ensure!(!list.alarms.is_empty(), "a replica that hears nobody raises no alarm: {list:?}");
+    run.notes.push(format!("Replica 0 says: {}", list.alarms.join("; ")));
+    let deaths = run.false_deaths(from, clock::now());
+    run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
+    run.heal(fault)?;
+    run.heals(&T_HEAL).await
+}
+
+pub(super) async fn split(run: &mut Run) -> Result<()> {
+    let lasting = time(run, 10, 60);
+    cut(run, "0, 1, 2 | 3, 4", &between(&[0, 1, 2], &[3, 4], Traffic::All), false, lasting).await
+}
+
+pub(super) async fn flapping(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    sleep(Duration::from_secs(2)).await;
+    let end = Instant::now() + time(run, 10, 120);
+    while Instant::now() < end {
+        let fault = run.cut("the link of replicas 0 and 1 is down", &between(&[0], &[1], Traffic::All))?;
+        sleep(Duration::from_secs(1)).await;
+        run.heal(fault)?;
+        sleep(Duration::from_secs(1)).await;
+    }
+    run.heals(&T_HEAL).await
+}
+
+pub(super) async fn ring(run: &mut Run) -> Result<()> {
+    let cuts = [between(&[0], &[2], Traffic::All), between(&[1], &[3], Traffic::All)].concat();
+    let lasting = time(run, 10, 30);
+    cut(run, "a ring of 0, 1, 2, 3", &cuts, false, lasting).await
+}
+
+pub(super) async fn bridge(run: &mut Run) -> Result<()> {
+    let lasting = time(run, 10, 30);
+    cut(run, "0, 1 | 3, and 2 sees both", &between(&[0, 1], &[3], Traffic::All), false, lasting).await
+}
+
+pub(super) async fn join(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    let fault = run.cut("0 | 1, 2", &between(&[0], &[1, 2], Traffic::All))?;
+    sleep(Duration::from_secs(5)).await;
+    run.join(3).await?;
+    sleep(Duration::from_secs(5)).await;
+    run.heal(fault)?;
+    run.heals(&T_HEAL).await
+}
+
+fn everywhere(replicas: usize, what: Traffic) -> Vec<Cut> {
+    let all: Vec<usize> = (0..replicas).collect();
+    let mut cuts = between(&all, &all, what);
+    cuts.sort_by_key(|cut| (cut.from, cut.to));
+    cuts.dedup();
+    cuts
+}
+
+pub(super) async fn lossy(run: &mut Run) -> Result<()> {
+    let cuts = everywhere(run.setup.replicas, Traffic::UdpLoss(30));
+    let lasting = time(run, 15, 120);
+    cut(run, "30 % of UDP packets are lost", &cuts, true, lasting).await
+}
+
+pub(super) async fn without_udp(run: &mut Run) -> Result<()> {
+    let cuts = everywhere(run.setup.replicas, Traffic::Udp);
+    let lasting = time(run, 12, 60);
+    cut(run, "all UDP packets are dropped", &cuts, true, lasting).await
+}
+
+pub(super) async fn half_open(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    // Agents without load, on a host of their own. They are not watched by the observer, so their replicas are
+    // asked here.
+    let (first, count) = (run.setup.agents + 1, run.setup.more_agents);
+    let swarm = run.swarm((first, count, 0, 2), None, 1).await?;
+    run.connected(swarm).await?;
+    let agents: Vec<i64> = (first..first + count).collect();
+    let host = run.setup.replicas + 1;
+    let replicas: Vec<usize> = (0..run.setup.replicas).collect();
+    let at = clock::now();
+    let fault = run.cut(
+        "all packets of the host of eight agents are dropped",
+        &between(&[host], &replicas, Traffic::All),
+    )?;
+    let mut left: Vec<(usize, Caller)> = Vec::new();
+    for n in replicas {
+        left.push((n, Caller::connect(run.mesh.api(n), Some(run.client.token())).await?));
+    }
+    let end = Instant::now() + Duration::from_secs(60);
+    while !left.is_empty() && Instant::now() < end {
+        let mut still = Vec::new();
+        for (n, caller) in left {
+            let (_, seen) = crate::observer::look(&caller, &agents).await?;
+            if seen.own.is_empty() {
+                run.measure(&T_HALFOPEN, [millis(clock::now() - at)]);
+            } else {
+                still.push((n, caller));
+            }
+        }
+        left = still;
+        sleep(Duration::from_millis(500)).await;
+    }
+    ensure!(left.is_empty(), "a replica holds agents that vanished a minute ago");
+    run.heal(fault).map(drop)
+}

@@ -1,0 +1,65 @@
+//! Requests that wait, and agents that come and go.
+
+use std::{sync::Arc, time::Duration};
+
+use anyhow::{Result, ensure};
+use history::{Kind, Outcome};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
+
+use super::{process::RATE, time};
+use crate::{measure::TWICE, run::Run};
+
+/// The first of the agents that are absent at first, in a scenario with waiters.
+pub(crate) fn first_absent(run: &Run) -> i64 {
+    run.setup.agents + 1
+}
+
+pub(super) async fn waiters(run: &mut Run) -> Result<()> {
+    let (first, count) = (first_absent(run), run.setup.more_agents);
+    let mut waiting = JoinSet::new();
+    for agent in first..first + count {
+        for replica in 0..run.setup.replicas {
+            let (client, id) = (Arc::clone(&run.client), run.ids.next());
+            waiting.spawn(async move {
+                let deadline = Duration::from_secs(15);
+                let mut request = client.send(id, agent, Kind::Unary, replica, deadline).await;
+                // What it is, to the checker: it waited for an agent that was not there.
+                request.kind = Kind::Waiter;
+                request
+            });
+        }
+    }
+    sleep(Duration::from_secs(3)).await;
+    ensure!(waiting.try_join_next().is_none(), "a request for an absent agent did not wait");
+    // All at replica 0: the others are remote.
+    let swarm = run.swarm((first, count, 0, 1), Some(0), 1).await?;
+    run.connected(swarm).await?;
+    let mut failed = 0;
+    while let Some(request) = waiting.join_next().await {
+        let request = request?;
+        if request.outcome != Some(Outcome::Ok) {
+            failed += 1;
+        }
+        run.history.lock().requests.push(request);
+    }
+    run.measure(&TWICE, [f64::from(failed)]);
+    Ok(())
+}
+
+pub(super) async fn churn(run: &mut Run) -> Result<()> {
+    run.load(RATE / 2, 0, 0);
+    let (first, count) = (first_absent(run), run.setup.more_agents);
+    let end = Instant::now() + time(run, 10, 60);
+    let mut rounds = 0;
+    while Instant::now() < end {
+        let swarm = run.swarm((first, count, 0, 2), None, 1).await?;
+        run.connected(swarm).await?;
+        run.end_swarm(swarm).await?;
+        rounds += 1;
+    }
+    run.notes.push(format!("{count} agents connected and left {rounds} times."));
+    Ok(())
+}

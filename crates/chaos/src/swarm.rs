@@ -1,0 +1,331 @@
+//! `chaos swarm`: agents with the library of agentk, in one process.
+//!
+//! Each agent is the real one, from the supervisor down; only its module records what it runs. Agents below
+//! `--clusters` also have a Kubernetes API server of their own, which records too. A run is written when it
+//! ends, with the times of both ends; what is left at the end of the process is written then.
+
+use std::{
+    fs::File,
+    io::{BufWriter, Write as _},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use agentk::{
+    cluster::ClusterAccess,
+    dial::{Dialer, KasAddresses, KasHeaders},
+    metrics::Metrics,
+    module::{Answer, Context, Module, Modules, Pushed, Service, kubernetes_api::KubernetesApi},
+    session::SessionContext,
+    supervisor,
+    token::TokenFile,
+};
+use anyhow::{Context as _, Result};
+use bytes::Bytes;
+use clap::Args;
+use history::{Presence, Run, Search};
+use http::{HeaderMap, HeaderValue};
+use http_body_util::{BodyExt as _, Full};
+use parking_lot::Mutex;
+use process::lifecycle::Signals;
+use prometheus_client::registry::Registry;
+use proto::gitlab::agent::modshared::AgentMeta;
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::{sync::watch, task::JoinSet, time::sleep};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::{clock, cluster_server, hash::Counted};
+
+/// How often it is looked whether an agent has its first tunnel: the error of the time that is recorded.
+const LOOK: Duration = Duration::from_millis(1);
+/// How often records are handed to the system. A killed swarm loses that much.
+const FLUSH: Duration = Duration::from_millis(200);
+/// Open requests may end within this after the signal.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// Agents in one process, for a run of chaos
+#[derive(Args, Clone, Debug)]
+pub(crate) struct SwarmArgs {
+    /// Addresses of kas, as of `--kas-address` of agentk
+    #[arg(long)]
+    kas: String,
+    /// The first agent
+    #[arg(long)]
+    first: i64,
+    /// How many agents
+    #[arg(long)]
+    count: i64,
+    /// Agents below this id have a Kubernetes API server
+    #[arg(long, default_value_t = 0)]
+    clusters: i64,
+    /// Connections of each agent, to different replicas
+    #[arg(long, default_value_t = 2)]
+    connections: usize,
+    /// How long a request takes, in milliseconds
+    #[arg(long, default_value_t = 20)]
+    work: u64,
+    /// File with texts that must not reach an agent, one per line
+    #[arg(long)]
+    forbidden: Option<PathBuf>,
+    /// Where the history is written
+    #[arg(long)]
+    history: PathBuf,
+}
+
+/// Writes what agents run.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorder(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    file: Mutex<BufWriter<File>>,
+    forbidden: Vec<String>,
+    searched: Mutex<Search>,
+}
+
+impl Recorder {
+    fn new(path: &Path, forbidden: Option<&Path>) -> Result<Self> {
+        let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+        let forbidden = forbidden.map(std::fs::read_to_string).transpose()?.unwrap_or_default();
+        let forbidden = forbidden.lines().filter(|line| line.len() >= 8).map(str::to_owned).collect();
+        let place = "what agents and their API servers received".to_owned();
+        let searched = Mutex::new(Search { place, bytes: 0, found: Vec::new() });
+        Ok(Self(Arc::new(Shared { file: Mutex::new(BufWriter::new(file)), forbidden, searched })))
+    }
+
+    fn line(&self, name: &str, record: &serde_json::Value) {
+        // A full disk ends the run: the history would be incomplete.
+        writeln!(self.0.file.lock(), "{{\"{name}\":{record}}}").expect("the history can be written");
+    }
+
+    fn flush(&self) -> Result<()> {
+        Ok(self.0.file.lock().flush()?)
+    }
+
+    /// Searches bytes that an agent received for what must not be there.
+    pub(crate) fn search(&self, bytes: &[u8]) {
+        let mut searched = self.0.searched.lock();
+        searched.bytes += bytes.len() as u64;
+        for (number, text) in self.0.forbidden.iter().enumerate() {
+            if bytes.windows(text.len()).any(|window| window == text.as_bytes()) && searched.found.len() < 10
+            {
+                searched.found.push(format!("credential {number} of the run"));
+            }
+        }
+    }
+
+    /// Searches headers.
+    pub(crate) fn search_headers(&self, headers: &HeaderMap) {
+        for (name, value) in headers {
+            self.search(name.as_str().as_bytes());
+            self.search(value.as_bytes());
+        }
+    }
+
+    /// Begins the record of a request; dropping it writes the record.
+    pub(crate) fn begin(&self, request: u64, agent: i64) -> Running {
+        Running { recorder: self.clone(), run: Run::new(request, agent, clock::now()) }
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.line("search", &serde_json::to_value(&*self.0.searched.lock())?);
+        self.flush()
+    }
+}
+
+/// A request that an agent runs.
+#[derive(Debug)]
+pub(crate) struct Running {
+    recorder: Recorder,
+    /// What is known of it.
+    pub(crate) run: Run,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.run.ended = Some(clock::now());
+        if let Ok(run) = serde_json::to_value(&self.run) {
+            self.recorder.line("run", &run);
+        }
+    }
+}
+
+/// Serves the methods of the benchmark's service, and records.
+#[derive(Debug)]
+struct Recording {
+    agent: i64,
+    work: Duration,
+    recorder: Recorder,
+}
+
+impl Module for Recording {
+    fn services(&self) -> &'static [Service] {
+        &[Service { name: "kas.bench.v1.Bench", methods: &["Echo"] }]
+    }
+
+    fn call(&self, request: http::Request<grpc::Body>) -> Answer {
+        self.recorder.search_headers(request.headers());
+        let id = request.headers().get("x-gitlab-correlation-id").and_then(|id| id.to_str().ok());
+        let id = id.and_then(|id| u64::from_str_radix(id.trim_start_matches('0'), 16).ok()).unwrap_or(0);
+        let running = self.recorder.begin(id, self.agent);
+        let (work, recorder) = (self.work, self.recorder.clone());
+        let mut body = request.into_body();
+        Box::pin(async move {
+            // The whole of it: its record is written when this future ends or is dropped.
+            let mut running = running;
+            let mut received = Vec::new();
+            let mut counted = Counted::default();
+            let clean = loop {
+                match body.frame().await {
+                    Some(Ok(frame)) => {
+                        if let Ok(data) = frame.into_data() {
+                            counted.push(&data);
+                            received.extend_from_slice(&data);
+                        }
+                    }
+                    Some(Err(_)) => break false,
+                    None => break http_body::Body::is_end_stream(&body),
+                }
+            };
+            recorder.search(&received);
+            running.run.received = Some(counted.bytes(clean));
+            if !clean {
+                return grpc::Status::new(grpc::Code::Aborted, "the request was cut").into_response();
+            }
+            sleep(work).await;
+            running.run.sent = Some(counted.bytes(true));
+            let mut trailers = HeaderMap::new();
+            grpc::Status::write_ok(&mut trailers);
+            let body = Full::new(Bytes::from(received)).with_trailers(std::future::ready(Some(Ok::<
+                _,
+                std::convert::Infallible,
+            >(
+                trailers
+            ))));
+            let mut response = http::Response::new(grpc::boxed(body));
+            response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+            response
+        })
+    }
+}
+
+/// Runs agents until a signal.
+pub(crate) fn run(arguments: &SwarmArgs) -> Result<()> {
+    net::tls::install();
+    process::open_files::raise_limit();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(swarm(arguments))
+}
+
+async fn swarm(arguments: &SwarmArgs) -> Result<()> {
+    let mut signals = Signals::new()?;
+    let recorder = Recorder::new(&arguments.history, arguments.forbidden.as_deref())?;
+    let folder = TempDir::with_prefix("chaos-swarm-")?;
+    let addresses: KasAddresses = arguments.kas.parse()?;
+    let headers = KasHeaders::new(Vec::new(), addresses.as_slice())?;
+    // No proxy: kas is on a host of the run.
+    let dialer =
+        Arc::new(Dialer::new(net::tls::client(None)?, None, headers, net::proxy::Proxies::default())?);
+    let leave = CancellationToken::new();
+    let tasks = TaskTracker::new();
+    let mut agents = JoinSet::new();
+    let mut servers = JoinSet::new();
+    let mut metrics = Vec::new();
+    for agent in arguments.first..arguments.first + arguments.count {
+        let token = folder.path().join(format!("token-{agent}"));
+        testkit::kas::write_private(&token, &testkit::kas::token(agent))?;
+        let work = Duration::from_millis(arguments.work);
+        let mut modules: Vec<Arc<dyn Module>> =
+            vec![Arc::new(Recording { agent, work, recorder: recorder.clone() })];
+        if agent < arguments.clusters {
+            let server = cluster_server::listen().await?;
+            let address: SocketAddr = server.local_addr()?;
+            servers.spawn(cluster_server::serve(server, agent, work, recorder.clone()));
+            let access =
+                ClusterAccess { kube_server: Some(format!("http://{address}")), ..Default::default() };
+            modules.push(Arc::new(KubernetesApi::new(access.connect().await?, "chaos", "none")));
+        }
+        let modules = Modules::new(modules);
+        let pushed = watch::Sender::new(Pushed::default());
+        modules.start(&Context::new(pushed.subscribe(), leave.clone()), &tasks);
+        let measured = Arc::new(Metrics::new(&mut Registry::default()));
+        metrics.push((agent, Arc::clone(&measured)));
+        let context = Arc::new(SessionContext {
+            descriptor: modules.descriptor(),
+            handler: Arc::new(modules),
+            token: TokenFile::new(token),
+            instance: HeaderValue::try_from(format!("{:032x}", rand::random::<u128>()))?,
+            meta: AgentMeta { version: "chaos".to_owned(), ..AgentMeta::default() },
+            metrics: measured,
+            max_tunnels: 500,
+            pushed,
+        });
+        agents.spawn(supervisor::run(
+            context,
+            addresses.clone(),
+            Arc::clone(&dialer),
+            arguments.connections,
+            leave.clone(),
+            tasks.clone(),
+        ));
+    }
+    say("the swarm has started");
+    let first_tunnels = first_tunnels(metrics, recorder.clone());
+    let flushing = async {
+        loop {
+            sleep(FLUSH).await;
+            recorder.flush()?;
+        }
+    };
+    let flushed: Result<()> = tokio::select! {
+        _ = signals.next() => Ok(()),
+        ended = flushing => ended,
+        never = first_tunnels => match never {},
+    };
+    flushed?;
+    leave.cancel();
+    tasks.close();
+    let _ = tokio::time::timeout(LEAVE, tasks.wait()).await;
+    agents.shutdown().await;
+    servers.shutdown().await;
+    recorder.finish()
+}
+
+/// Records when each agent has its first tunnel.
+async fn first_tunnels(
+    mut without: Vec<(i64, Arc<Metrics>)>,
+    recorder: Recorder,
+) -> std::convert::Infallible {
+    while !without.is_empty() {
+        without.retain(|(agent, metrics)| {
+            let has = metrics.tunnels_idle.get() + metrics.tunnels_busy.get() > 0;
+            if has {
+                let at = clock::now();
+                let presence = Presence {
+                    agent: *agent,
+                    // Which replica it is, only the replica itself tells.
+                    replica: String::new(),
+                    connection: None,
+                    from: at,
+                    to: None,
+                    invalid_since: None,
+                };
+                if let Ok(presence) = serde_json::to_value(&presence) {
+                    recorder.line("presence", &presence);
+                }
+            }
+            !has
+        });
+        sleep(LOOK).await;
+    }
+    say("the swarm is connected");
+    std::future::pending().await
+}
+
+/// Tells the process that started this one.
+fn say(message: &str) {
+    eprintln!("{}", json!({ "message": message }));
+}

@@ -1,0 +1,71 @@
+//! `cargo xtask chaos`: builds the programs and the crate `chaos`, which strikes them.
+
+use std::{
+    ffi::OsString,
+    path::Path,
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use devkit::workspace;
+
+/// Arguments of `chaos`. The program `chaos` parses them.
+#[derive(Debug, Args)]
+pub(crate) struct ChaosArgs {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
+}
+
+/// Runs `chaos` with the release profile. It finds the programs in its own folder, or where `--programs` says.
+pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
+    let given = |flag: &str| args.arguments.iter().any(|argument| argument == flag);
+    let chaos = if given("--no-build") {
+        target()?.join("release/chaos")
+    } else {
+        let mut build = workspace::cargo();
+        build.args(["build", "--release", "-p", "chaos"]);
+        if !given("--programs") {
+            build.args(["-p", "kas", "-p", "agentk", "-p", "kasctl"]);
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(workspace::build(build))?.path("chaos")?.to_owned()
+    };
+    status(Command::new(&chaos).args(&args.arguments), &chaos)
+}
+
+/// Runs the quick set with the programs of the dev profile, as a check: the tests have built most of them.
+/// Returns the exit code of `chaos`.
+pub(crate) fn quick() -> Result<Option<i32>> {
+    let mut build = workspace::cargo();
+    build.args([
+        "build",
+        "--workspace",
+        "--bin",
+        "kas",
+        "--bin",
+        "agentk",
+        "--bin",
+        "kasctl",
+        "--bin",
+        "chaos",
+    ]);
+    let built = build.status().context("cannot run cargo")?;
+    if !built.success() {
+        return Ok(built.code());
+    }
+    let chaos = target()?.join("debug/chaos");
+    let mut command = Command::new(&chaos);
+    Ok(command.arg("--quick").status().with_context(|| format!("cannot run {}", chaos.display()))?.code())
+}
+
+fn target() -> Result<std::path::PathBuf> {
+    let metadata = workspace::metadata()?;
+    let target = metadata["target_directory"].as_str().context("cargo metadata has no target folder")?;
+    Ok(Path::new(target).to_owned())
+}
+
+fn status(command: &mut Command, program: &Path) -> Result<ExitCode> {
+    let status = command.status().with_context(|| format!("cannot run {}", program.display()))?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
