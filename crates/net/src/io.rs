@@ -1,6 +1,7 @@
 //! Sockets: TCP and Unix, with and without TLS or WebSocket, as one type.
 
 use std::{
+    future::poll_fn,
     io,
     mem::MaybeUninit,
     net::SocketAddr,
@@ -37,7 +38,14 @@ pub enum Stream {
     Rewound(Box<Rewind<Stream>>),
     /// Any of them inside WebSocket.
     WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
+    /// One that the system does not know.
+    Other(Box<dyn Duplex>),
 }
+
+/// A connection that the system does not know, such as one of a simulated network.
+pub trait Duplex: AsyncRead + AsyncWrite + std::fmt::Debug + Send + Sync + Unpin + 'static {}
+
+impl<T: AsyncRead + AsyncWrite + std::fmt::Debug + Send + Sync + Unpin + 'static> Duplex for T {}
 
 websocket::read_through!(
     [] Stream, stream in
@@ -46,6 +54,7 @@ websocket::read_through!(
     Self::Tls(stream),
     Self::Rewound(stream),
     Self::WebSocket(stream),
+    Self::Other(stream),
 );
 websocket::write_through!(
     [] Stream, stream in
@@ -54,6 +63,7 @@ websocket::write_through!(
     Self::Tls(stream),
     Self::Rewound(stream),
     Self::WebSocket(stream),
+    Self::Other(stream),
 );
 
 impl Stream {
@@ -72,7 +82,7 @@ impl Stream {
                 let peek = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
                 stream.async_io(Interest::READABLE, peek).await
             }
-            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => Ok(()),
+            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Other(_) => Ok(()),
         }
     }
 }
@@ -83,7 +93,7 @@ impl Stream {
         match self {
             Self::Tls(stream) => stream.get_ref().1.peer_certificates().map(Into::into),
             Self::Rewound(stream) => stream.get_ref().peer_certificates(),
-            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) => None,
+            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) | Self::Other(_) => None,
         }
     }
 
@@ -94,7 +104,7 @@ impl Stream {
             Self::Tcp(stream) => stream.set_zero_linger(),
             Self::Tls(stream) => stream.get_ref().0.set_zero_linger(),
             Self::Rewound(stream) => stream.get_ref().reset_on_close(),
-            Self::Unix(_) | Self::WebSocket(_) => Ok(()),
+            Self::Unix(_) | Self::WebSocket(_) | Self::Other(_) => Ok(()),
         }
     }
 
@@ -108,7 +118,7 @@ impl Stream {
             Self::Tcp(stream) => SockRef::from(stream),
             Self::Tls(stream) => SockRef::from(stream.get_ref().0),
             Self::Rewound(stream) => return stream.get_ref().probe_peer(),
-            Self::Unix(_) | Self::WebSocket(_) => return Ok(()),
+            Self::Unix(_) | Self::WebSocket(_) | Self::Other(_) => return Ok(()),
         };
         let (time, interval, retries) = PROBES;
         let probes = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);
@@ -234,6 +244,17 @@ pub enum Listener {
     Tcp(TcpListener),
     /// A Unix socket, and its file.
     Unix(UnixListener, SocketFile),
+    /// One that the system does not know.
+    Other(Box<dyn Accept>),
+}
+
+/// A listener that the system does not know, such as one of a simulated network.
+pub trait Accept: std::fmt::Debug + Send + Sync + 'static {
+    /// Returns its address.
+    fn local_addr(&self) -> SocketAddr;
+
+    /// Accepts the next connection. Returns it with the address of its other end.
+    fn poll_accept(&self, cx: &mut Context<'_>) -> Poll<io::Result<(Box<dyn Duplex>, SocketAddr)>>;
 }
 
 /// The file of a Unix socket. Removed on drop, unless another file has replaced it.
@@ -314,6 +335,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
             Self::Unix(..) => None,
+            Self::Other(listener) => Some(listener.local_addr()),
         }
     }
 
@@ -333,6 +355,10 @@ impl Listener {
                 Ok((Stream::Tcp(stream), Some(peer)))
             }
             Self::Unix(listener, _) => Ok((Stream::Unix(listener.accept().await?.0), None)),
+            Self::Other(listener) => {
+                let (stream, peer) = poll_fn(|cx| listener.poll_accept(cx)).await?;
+                Ok((Stream::Other(stream), Some(peer)))
+            }
         }
     }
 }
