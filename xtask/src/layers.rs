@@ -169,6 +169,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("ports", &[]),
     // For tests. Without the programs, so that all of them can use it.
     ("testkit", &["ids", "ports", "proto", "net", "grpc", "tunnel"]),
+    // What happened in a chaos run or a simulation, and its invariants: pure, without our other crates.
+    ("history", &[]),
     // Cargo and printing, for the three below: usable alone, and built within seconds.
     ("devkit", &[]),
     // Starts programs that cargo has built; depends on none of them, so that `cargo xtask` is built within
