@@ -19,7 +19,7 @@ use devkit::{
 };
 
 use crate::{
-    chaos, fuzz, layers,
+    chaos, fuzz, layers, sim,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
@@ -141,6 +141,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         }
         let are_built = tests.is_some();
         summary.check("informers", || informers(are_built));
+        summary.check("sim", simulate);
         summary.check("chaos", || chaos_quick(are_built));
         summary.check("fuzz", fuzz);
     }
@@ -264,6 +265,12 @@ fn chaos_quick(are_tests_built: bool) -> Result<Verdict> {
         Some(code) if code == i32::from(suite::SKIPPED) => Verdict::skipped("see what it says above"),
         _ => Verdict::Failed,
     })
+}
+
+/// Simulates at least 50 seeds, and as many as 90 s allow.
+fn simulate() -> Result<Verdict> {
+    let args = sim::SimArgs::of(&["--seeds", "50", "--within", "90"]);
+    Ok(Verdict::of(sim::run(&args)? == ExitCode::SUCCESS))
 }
 
 fn fuzz() -> Result<Verdict> {

@@ -1,5 +1,5 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man`, `bench` and
-//! `chaos`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man`, `bench`,
+//! `chaos` and `sim`.
 //!
 //! It is built before anything else, within seconds: it depends on none of the crates that kas and agentk
 //! consist of, so `ci` works when kas does not compile. Commands that need more build it with cargo and start
@@ -17,6 +17,7 @@ mod fuzz;
 mod images;
 mod layers;
 mod man;
+mod sim;
 mod suite;
 mod tools;
 mod width;
@@ -51,6 +52,9 @@ enum Command {
     /// Kill, pause and cut off real replicas under load, and check what happened
     #[command(disable_help_flag = true)]
     Chaos(chaos::ChaosArgs),
+    /// Simulate replicas with agents under faults, by seeds
+    #[command(disable_help_flag = true)]
+    Sim(sim::SimArgs),
 }
 
 fn main() -> ExitCode {
@@ -64,6 +68,7 @@ fn main() -> ExitCode {
         Command::Man(args) => man::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Chaos(args) => chaos::run(&args),
+        Command::Sim(args) => sim::run(&args),
     };
     result.unwrap_or_else(|error: anyhow::Error| {
         // There is nothing left to do when standard error is closed.

@@ -13,7 +13,7 @@ use crate::{
     seal::{self, KeyRing},
     state::State,
     timing::{HealthGate, Timing},
-    transport,
+    transport::{self, Outer},
 };
 
 /// The receive buffer that is requested, in bytes; the kernel grants at most `net.core.rmem_max`. The usual
@@ -69,6 +69,8 @@ pub struct Builder {
     timing: Timing,
     health_gate: Option<HealthGate>,
     deaf_after: Option<Duration>,
+    #[cfg(feature = "simulation")]
+    network: Option<crate::simulation::Network>,
     #[cfg(test)]
     generation: Option<u64>,
 }
@@ -87,6 +89,8 @@ impl Gossip {
             timing: Timing::default(),
             health_gate: None,
             deaf_after: None,
+            #[cfg(feature = "simulation")]
+            network: None,
             #[cfg(test)]
             generation: None,
         }
@@ -159,6 +163,30 @@ impl Builder {
         self
     }
 
+    /// Uses these datagrams and not a port of UDP, and runs on the runtime of the caller and not on a thread
+    /// of its own.
+    #[cfg(feature = "simulation")]
+    #[must_use]
+    pub fn simulated(
+        mut self,
+        datagrams: Arc<dyn crate::simulation::Datagrams>,
+        envelopes: crate::simulation::Envelopes,
+    ) -> Self {
+        self.network = Some(crate::simulation::Network { datagrams, envelopes });
+        self
+    }
+
+    /// Where datagrams go: returns the port, and its address.
+    fn bind(&self) -> io::Result<(Port, SocketAddr)> {
+        #[cfg(feature = "simulation")]
+        if let Some(network) = &self.network {
+            return Ok((Port::Simulated(network.clone()), network.datagrams.local_addr()));
+        }
+        let socket = bind_udp(self.listen)?;
+        let local = socket.local_addr()?;
+        Ok((Port::Udp(socket), local))
+    }
+
     /// Starts with this generation, as if the clock had returned it.
     #[cfg(test)]
     pub(crate) fn generation(mut self, generation: u64) -> Self {
@@ -191,13 +219,11 @@ impl Builder {
     /// If the future is dropped, nothing keeps running.
     pub async fn start(self) -> Result<Gossip, StartError> {
         self.check()?;
-        let mut keys = self.keys.ok_or(StartError::Keys)?;
+        let mut keys = self.keys.clone().ok_or(StartError::Keys)?;
+        let bind = |source| StartError::Bind { address: self.listen, source };
+        let (port, local) = self.bind().map_err(bind)?;
         // Without seeds: a closed watch of an empty set.
         let seeds = self.seeds.unwrap_or_else(|| watch::channel(HashSet::new()).1);
-
-        let bind = |source| StartError::Bind { address: self.listen, source };
-        let socket = bind_udp(self.listen).map_err(bind)?;
-        let local = socket.local_addr().map_err(bind)?;
         let advertise = self.advertise.unwrap_or(local);
         if advertise.ip().is_unspecified() || advertise.port() == 0 {
             return Err(StartError::Advertise);
@@ -228,53 +254,59 @@ impl Builder {
         let (ready, started) = oneshot::channel();
         #[cfg(test)]
         let (link_out, link_in) = std::sync::mpsc::sync_channel(1);
-        let run = {
+        let serve = {
             let (counters, state) = (Arc::clone(&counters), Arc::clone(&state));
             let (cluster, timing) = (self.cluster, self.timing);
             let (health_gate, deaf_after) = (self.health_gate, self.deaf_after);
-            move || {
-                let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                    Ok(runtime) => runtime,
+            move |outer: io::Result<Outer>, ready: oneshot::Sender<anyhow::Result<()>>| async move {
+                let link = outer.and_then(|outer| {
+                    let reachability = Arc::clone(&state.reachability);
+                    transport::Link::new(outer, sealer, opener, counters.clone(), hello, reachability)
+                });
+                let link = match link {
+                    Ok(link) => Arc::new(link),
                     Err(error) => return drop(ready.send(Err(error.into()))),
                 };
-                runtime.block_on(async move {
-                    // Sockets belong to the runtime that drives them.
-                    let link = tokio::net::UdpSocket::from_std(socket).and_then(|outer| {
-                        let reachability = Arc::clone(&state.reachability);
-                        transport::Link::new(outer, sealer, opener, counters.clone(), hello, reachability)
-                    });
-                    let link = match link {
-                        Ok(link) => Arc::new(link),
-                        Err(error) => return drop(ready.send(Err(error.into()))),
-                    };
-                    #[cfg(test)]
-                    let _ = link_out.send(Arc::clone(&link));
-                    let node = node::Node {
-                        node_id,
-                        cluster,
-                        advertise,
-                        local,
-                        timing,
-                        health_gate,
-                        deaf_after,
-                        link,
-                        state,
-                        counters,
-                        keys,
-                        seeds,
-                        hellos,
-                        stop: stopped,
-                        members,
-                        status,
-                    };
-                    node.run(generation, ready).await;
-                });
+                #[cfg(test)]
+                let _ = link_out.send(Arc::clone(&link));
+                let node = node::Node {
+                    node_id,
+                    cluster,
+                    advertise,
+                    local,
+                    timing,
+                    health_gate,
+                    deaf_after,
+                    link,
+                    state,
+                    counters,
+                    keys,
+                    seeds,
+                    hellos,
+                    stop: stopped,
+                    members,
+                    status,
+                };
+                node.run(generation, ready).await;
             }
         };
-        std::thread::Builder::new()
-            .name("gossip".to_owned())
-            .spawn(run)
-            .map_err(|error| thread(Box::new(error)))?;
+        match port {
+            Port::Udp(socket) => {
+                let run = move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                    Ok(runtime) => runtime.block_on(async move {
+                        // Sockets belong to the runtime that drives them.
+                        serve(tokio::net::UdpSocket::from_std(socket).map(Outer::Udp), ready).await;
+                    }),
+                    Err(error) => drop(ready.send(Err(error.into()))),
+                };
+                std::thread::Builder::new()
+                    .name("gossip".to_owned())
+                    .spawn(run)
+                    .map_err(|error| thread(Box::new(error)))?;
+            }
+            #[cfg(feature = "simulation")]
+            Port::Simulated(network) => drop(tokio::spawn(serve(Ok(Outer::Simulated(network)), ready))),
+        }
         match started.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return Err(thread(error.into())),
@@ -291,6 +323,13 @@ impl Builder {
             link: link_in.recv().expect("sent before it was ready"),
         })
     }
+}
+
+/// Where datagrams go.
+enum Port {
+    Udp(std::net::UdpSocket),
+    #[cfg(feature = "simulation")]
+    Simulated(crate::simulation::Network),
 }
 
 fn bind_udp(address: SocketAddr) -> io::Result<std::net::UdpSocket> {

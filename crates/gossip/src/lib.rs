@@ -63,6 +63,8 @@ mod node;
 mod publish;
 mod reachability;
 pub mod seal;
+#[cfg(feature = "simulation")]
+pub mod simulation;
 mod state;
 #[cfg(test)]
 mod tests;

@@ -47,9 +47,49 @@ const HELLO_WINDOW: Duration = Duration::from_millis(100);
 /// replayed recordings.
 const HELLOS: usize = 64;
 
+/// Carries sealed datagrams.
+#[derive(Debug)]
+pub(crate) enum Outer {
+    Udp(UdpSocket),
+    #[cfg(feature = "simulation")]
+    Simulated(crate::simulation::Network),
+}
+
+impl Outer {
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        match self {
+            Self::Udp(socket) => socket.local_addr(),
+            #[cfg(feature = "simulation")]
+            Self::Simulated(network) => Ok(network.datagrams.local_addr()),
+        }
+    }
+
+    async fn send_to(&self, datagram: &[u8], to: SocketAddr) -> std::io::Result<usize> {
+        match self {
+            Self::Udp(socket) => socket.send_to(datagram, to).await,
+            #[cfg(feature = "simulation")]
+            Self::Simulated(network) => {
+                network.datagrams.send(to, datagram);
+                Ok(datagram.len())
+            }
+        }
+    }
+
+    /// Returns the length of the datagram.
+    async fn recv(&self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        match self {
+            Self::Udp(socket) => socket.recv_from(buffer).await.map(|(len, _)| len),
+            #[cfg(feature = "simulation")]
+            Self::Simulated(network) => {
+                Ok(std::future::poll_fn(|cx| network.datagrams.poll_recv(cx, buffer)).await)
+            }
+        }
+    }
+}
+
 /// The outer socket and its seals: one per process, kept when chitchat is restarted.
 pub(crate) struct Link {
-    outer: UdpSocket,
+    outer: Outer,
     /// Whether IPv4 targets must be written as mapped IPv6.
     is_v6: bool,
     seals: Mutex<Seals>,
@@ -87,7 +127,7 @@ impl Seals {
 
 impl Link {
     pub(crate) fn new(
-        outer: UdpSocket,
+        outer: Outer,
         sealer: Sealer,
         opener: Opener,
         counters: Arc<Counters>,
@@ -120,7 +160,7 @@ impl Link {
         seals.opener.rekey(ring, cluster);
     }
 
-    async fn send(&self, to: SocketAddr, message: &[u8]) {
+    pub(crate) async fn send(&self, to: SocketAddr, message: &[u8]) {
         let frames = {
             let mut seals = self.seals();
             if self.reachability.is_silent() {
@@ -155,7 +195,7 @@ impl Link {
     }
 
     /// Opens one datagram; returns what to do with it, if anything.
-    fn accept(&self, datagram: &mut [u8]) -> Option<Arrival> {
+    pub(crate) fn accept(&self, datagram: &mut [u8]) -> Option<Arrival> {
         self.counters.received.add(1);
         self.counters.received_bytes.add(datagram.len() as u64);
         let now = Instant::now();
@@ -180,7 +220,7 @@ impl Link {
         }
     }
 
-    async fn greet(&self, to: SocketAddr, hello: &[u8]) {
+    pub(crate) async fn greet(&self, to: SocketAddr, hello: &[u8]) {
         match self.outer.send_to(hello, self.target(to)).await {
             Ok(sent) => {
                 self.count_sent(sent);
@@ -203,7 +243,7 @@ impl Link {
 }
 
 /// What to do with a datagram.
-enum Arrival {
+pub(crate) enum Arrival {
     Message { from: SocketAddr, bytes: Vec<u8> },
     Unproven { to: SocketAddr, hello: Vec<u8> },
 }
@@ -215,6 +255,14 @@ pub(crate) struct SealedTransport(pub(crate) Arc<Link>);
 impl Transport for SealedTransport {
     /// Opens the pair of loopback sockets. The outer socket is bound already, so the address is not used.
     async fn open(&self, _: SocketAddr) -> anyhow::Result<Box<dyn Socket>> {
+        #[cfg(feature = "simulation")]
+        if let Outer::Simulated(network) = &self.0.outer {
+            return Ok(Box::new(crate::simulation::SimulatedSocket {
+                link: Arc::clone(&self.0),
+                network: network.clone(),
+                buffer: vec![0; MAX_DATAGRAM + 1],
+            }));
+        }
         let v4 = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let inner = match UdpTransport.open(v4).await {
             Ok(inner) => inner,
@@ -307,8 +355,8 @@ impl Socket for SealedSocket {
             let Some(pending) = &self.pending else {
                 // One byte more than allowed, to detect a longer datagram.
                 let room = &mut self.buffer[..=MAX_DATAGRAM];
-                let len = match self.link.outer.recv_from(room).await {
-                    Ok((len, _)) => len,
+                let len = match self.link.outer.recv(room).await {
+                    Ok(len) => len,
                     Err(error) => {
                         tracing::debug!(%error, "cannot receive gossip");
                         // Errors of earlier sends are returned here. The delay keeps a permanent error from

@@ -1,6 +1,7 @@
 //! Sockets: TCP and Unix, with and without TLS or WebSocket, and streams of HTTP/2, as one type.
 
 use std::{
+    future::poll_fn,
     io,
     mem::MaybeUninit,
     net::SocketAddr,
@@ -44,7 +45,14 @@ pub enum Stream {
     WebSocket(Box<Authorities<ByteStream<Rewind<Stream>>>>),
     /// A stream of HTTP/2.
     Http2(Box<Http2Stream>),
+    /// One that the system does not know.
+    Other(Box<dyn Duplex>),
 }
+
+/// A connection that the system does not know, such as one of a simulated network.
+pub trait Duplex: AsyncRead + AsyncWrite + std::fmt::Debug + Send + Sync + Unpin + 'static {}
+
+impl<T: AsyncRead + AsyncWrite + std::fmt::Debug + Send + Sync + Unpin + 'static> Duplex for T {}
 
 websocket::read_through!(
     [] Stream, stream in
@@ -54,6 +62,7 @@ websocket::read_through!(
     Self::Rewound(stream),
     Self::WebSocket(stream),
     Self::Http2(stream),
+    Self::Other(stream),
 );
 websocket::write_through!(
     [] Stream, stream in
@@ -63,6 +72,7 @@ websocket::write_through!(
     Self::Rewound(stream),
     Self::WebSocket(stream),
     Self::Http2(stream),
+    Self::Other(stream),
 );
 
 impl Stream {
@@ -81,7 +91,7 @@ impl Stream {
                 let peek = || SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]).map(drop);
                 stream.async_io(Interest::READABLE, peek).await
             }
-            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Http2(_) => Ok(()),
+            Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Http2(_) | Self::Other(_) => Ok(()),
         }
     }
 }
@@ -92,7 +102,7 @@ impl Stream {
         match self {
             Self::Tls(stream) => stream.get_ref().1.peer_certificates().map(Into::into),
             Self::Rewound(stream) => stream.get_ref().peer_certificates(),
-            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) => None,
+            Self::Tcp(_) | Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) | Self::Other(_) => None,
         }
     }
 
@@ -108,7 +118,7 @@ impl Stream {
                 stream.reset_on_close();
                 Ok(())
             }
-            Self::Unix(_) | Self::WebSocket(_) => Ok(()),
+            Self::Unix(_) | Self::WebSocket(_) | Self::Other(_) => Ok(()),
         }
     }
 
@@ -117,7 +127,7 @@ impl Stream {
     pub fn is_broken(&self) -> bool {
         match self {
             Self::Http2(stream) => stream.is_broken(),
-            Self::Tcp(_) | Self::Unix(_) | Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) => false,
+            Self::Tcp(_) | Self::Unix(_) | Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Other(_) => false,
         }
     }
 
@@ -132,7 +142,7 @@ impl Stream {
             Self::Tcp(stream) => SockRef::from(stream),
             Self::Tls(stream) => SockRef::from(stream.get_ref().0),
             Self::Rewound(stream) => return stream.get_ref().probe_peer(),
-            Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) => return Ok(()),
+            Self::Unix(_) | Self::WebSocket(_) | Self::Http2(_) | Self::Other(_) => return Ok(()),
         };
         let (time, interval, retries) = PROBES;
         let probes = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);
@@ -258,6 +268,17 @@ pub enum Listener {
     Tcp(TcpListener),
     /// A Unix socket, and its file.
     Unix(UnixListener, SocketFile),
+    /// One that the system does not know.
+    Other(Box<dyn Accept>),
+}
+
+/// A listener that the system does not know, such as one of a simulated network.
+pub trait Accept: std::fmt::Debug + Send + Sync + 'static {
+    /// Returns its address.
+    fn local_addr(&self) -> SocketAddr;
+
+    /// Accepts the next connection. Returns it with the address of its other end.
+    fn poll_accept(&self, cx: &mut Context<'_>) -> Poll<io::Result<(Box<dyn Duplex>, SocketAddr)>>;
 }
 
 /// The file of a Unix socket. Removed on drop, unless another file has replaced it.
@@ -338,6 +359,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
             Self::Unix(..) => None,
+            Self::Other(listener) => Some(listener.local_addr()),
         }
     }
 
@@ -357,6 +379,10 @@ impl Listener {
                 Ok((Stream::Tcp(stream), Some(peer)))
             }
             Self::Unix(listener, _) => Ok((Stream::Unix(listener.accept().await?.0), None)),
+            Self::Other(listener) => {
+                let (stream, peer) = poll_fn(|cx| listener.poll_accept(cx)).await?;
+                Ok((Stream::Other(stream), Some(peer)))
+            }
         }
     }
 }

@@ -47,7 +47,7 @@ use tunnel::{
 };
 
 pub use self::credential::Credential;
-use self::link::{CallError, DialError, LentBody, Link, Pump, RecvBody};
+use self::link::{CallError, Connector, DialError, LentBody, Link, Pump, RecvBody, Tcp};
 use crate::{refusal::unsupported, registry::Lack};
 
 /// The maximum number of unanswered borrow requests to one owner for the same agent, connection, method and
@@ -112,6 +112,7 @@ pub struct Peers {
     me: ReplicaId,
     credential: Arc<Credential>,
     tls: Option<Live<rustls::ClientConfig>>,
+    connector: Arc<dyn Connector>,
     peers: Mutex<HashMap<Replica, Arc<Peer>>>,
     gateways: gitlab::Gateways,
 }
@@ -129,7 +130,18 @@ impl Peers {
         credential: Arc<Credential>,
         tls: Option<Live<rustls::ClientConfig>>,
     ) -> Arc<Self> {
-        Arc::new(Self { me, credential, tls, peers: Mutex::default(), gateways: gitlab::Gateways::default() })
+        Self::over(Arc::new(Tcp), me, credential, tls)
+    }
+
+    /// As [`new`](Self::new), over other connections than those of TCP.
+    pub fn over(
+        connector: Arc<dyn Connector>,
+        me: ReplicaId,
+        credential: Arc<Credential>,
+        tls: Option<Live<rustls::ClientConfig>>,
+    ) -> Arc<Self> {
+        let (peers, gateways) = (Mutex::default(), gitlab::Gateways::default());
+        Arc::new(Self { me, credential, tls, connector, peers, gateways })
     }
 
     /// Returns the peer. It connects when it is first used.
@@ -143,6 +155,7 @@ impl Peers {
             me: self.me.clone(),
             credential: Arc::clone(&self.credential),
             tls: self.tls.clone(),
+            connector: Arc::clone(&self.connector),
             prompt: Default::default(),
             waiting: Slot::default(),
             control: Slot::default(),
@@ -172,7 +185,7 @@ impl Peers {
     /// # Cancel safety
     /// Cancel safe.
     pub async fn dial(&self, address: &Arc<str>) -> Result<Link, DialError> {
-        Link::dial(address, self.tls.as_ref().map(Live::current), CONNECT).await
+        Link::dial(&*self.connector, address, self.tls.as_ref().map(Live::current), CONNECT).await
     }
 
     /// Returns a value for `authorization`.
@@ -205,7 +218,8 @@ impl Slot {
         }
         *slot = None;
         let begun = Instant::now();
-        let link = Link::dial(&peer.replica.address, peer.tls.as_ref().map(Live::current), within).await?;
+        let tls = peer.tls.as_ref().map(Live::current);
+        let link = Link::dial(&*peer.connector, &peer.replica.address, tls, within).await?;
         peer.measured(begun.elapsed());
         Ok(slot.insert(link).clone())
     }
@@ -217,6 +231,7 @@ pub struct Peer {
     me: ReplicaId,
     credential: Arc<Credential>,
     tls: Option<Live<rustls::ClientConfig>>,
+    connector: Arc<dyn Connector>,
     prompt: [Slot; PROMPT_LINKS],
     waiting: Slot,
     control: Slot,

@@ -92,12 +92,13 @@ pub(super) async fn start(
     keys: watch::Receiver<Arc<KeyRing>>,
     seeds: watch::Receiver<HashSet<SocketAddr>>,
 ) -> Result<Gossip, gossip::StartError> {
+    builder(config, name).listen(bound).advertise(advertise).keys(keys).seeds(seeds).start().await
+}
+
+/// Returns gossip for the replica `name`, without its port, keys and seeds.
+pub fn builder(config: &kas_config::Gossip, name: &str) -> gossip::Builder {
     Gossip::builder(name)
         .cluster(config.cluster.clone())
-        .listen(bound)
-        .advertise(advertise)
-        .keys(keys)
-        .seeds(seeds)
         .timing(Timing {
             interval: config.interval,
             phi: config.phi,
@@ -106,22 +107,30 @@ pub(super) async fn start(
         })
         .health_gate(key::STATE, ReplicaState::Hung.as_str(), HUNG)
         .silence_if_deaf(DEAF)
-        .start()
-        .await
 }
 
 /// What a [`GossipBackend`] is made of.
-pub(super) struct Parts {
+pub struct Parts {
     /// This replica.
-    pub(super) me: Replica,
-    pub(super) peers: Arc<Peers>,
-    pub(super) metrics: Arc<ReplicaMetrics>,
-    pub(super) gossip: Gossip,
-    pub(super) seeds: watch::Receiver<HashSet<SocketAddr>>,
+    pub me: Replica,
+    /// The links to the others.
+    pub peers: Arc<Peers>,
+    /// What is measured.
+    pub metrics: Arc<ReplicaMetrics>,
+    /// Gossip of this replica, which has started. See [`builder`].
+    pub gossip: Gossip,
+    /// Where other replicas may be.
+    pub seeds: watch::Receiver<HashSet<SocketAddr>>,
     /// How long a table counts after the last proof of life of its owner.
-    pub(super) ttl: Duration,
+    pub ttl: Duration,
     /// The interval of gossip.
-    pub(super) interval: Duration,
+    pub interval: Duration,
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parts").field("me", &self.me).finish_non_exhaustive()
+    }
 }
 
 /// The tracker of one of several replicas.
@@ -211,7 +220,7 @@ impl Inner {
 
 impl GossipBackend {
     /// Returns the tracker of a replica. It starts to work in [`Backend::run`].
-    pub(super) fn new(parts: Parts) -> Arc<Self> {
+    pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { me, peers, metrics, gossip, seeds, ttl, interval } = parts;
         let limits = Limits { ttl, ..Limits::default() };
         // One per process, above those of earlier processes of the same name, unless the clock was set back.

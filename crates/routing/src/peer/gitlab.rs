@@ -29,7 +29,7 @@ use tunnel::kas_end::{
 
 use super::{
     ASKS, Ask, CONNECT, Credential, Lent, Peers, Refusal, SWEEP,
-    link::{CallError, Keepalive, LentBody, Link},
+    link::{CallError, Connector, Keepalive, LentBody, Link},
 };
 use crate::metadata;
 
@@ -99,6 +99,7 @@ impl Peers {
         let gateway = Arc::new(Gateway {
             address: address.into(),
             tls: self.tls.clone().filter(|_| secure),
+            connector: Arc::clone(&self.connector),
             credential: Arc::clone(&self.credential),
             link: AsyncMutex::default(),
             asks: Mutex::default(),
@@ -118,6 +119,7 @@ type Queue = (AgentId, Arc<str>);
 pub struct Gateway {
     address: Arc<str>,
     tls: Option<Live<rustls::ClientConfig>>,
+    connector: Arc<dyn Connector>,
     credential: Arc<Credential>,
     link: AsyncMutex<Option<Link>>,
     asks: Mutex<HashMap<Queue, Weak<Semaphore>>>,
@@ -141,7 +143,7 @@ impl Gateway {
         }
         *slot = None;
         let tls = self.tls.as_ref().map(Live::current);
-        let link = Link::dial_with(&self.address, tls, CONNECT, KEEPALIVE).await?;
+        let link = Link::dial_with(&*self.connector, &self.address, tls, CONNECT, KEEPALIVE).await?;
         Ok(slot.insert(link).clone())
     }
 

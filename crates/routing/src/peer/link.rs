@@ -23,6 +23,7 @@ use http_body::{Body, Frame};
 use net::{
     batch::BatchedWrites,
     http::{FRAME, HEADER_LIST, PEER, STREAM_WINDOW, StreamReset, UNLIMITED_WINDOW},
+    io::Stream,
 };
 use rustls_pki_types::ServerName;
 use tokio::{
@@ -31,6 +32,32 @@ use tokio::{
     sync::watch,
     time::Instant,
 };
+
+/// The future of a [`Connector`].
+pub type Connecting<'a> = Pin<Box<dyn Future<Output = io::Result<Stream>> + Send + 'a>>;
+
+/// Opens connections to other replicas.
+pub trait Connector: Send + Sync + 'static {
+    /// Connects to `address` (`host:port`). The error has kind `ConnectionRefused` if nothing listens there.
+    ///
+    /// # Cancel safety
+    /// Dropping the future gives the connection up.
+    fn connect<'a>(&'a self, address: &'a str) -> Connecting<'a>;
+}
+
+/// Opens connections of TCP.
+#[derive(Clone, Copy, Debug)]
+pub struct Tcp;
+
+impl Connector for Tcp {
+    fn connect<'a>(&'a self, address: &'a str) -> Connecting<'a> {
+        Box::pin(async move {
+            let stream = TcpStream::connect(address).await?;
+            net::io::share_fairly(&stream)?;
+            Ok(Stream::Tcp(stream))
+        })
+    }
+}
 
 /// Why a link could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -133,11 +160,12 @@ impl Link {
     /// # Cancel safety
     /// Cancel safe: what was begun is closed.
     pub async fn dial(
+        connector: &dyn Connector,
         address: &Arc<str>,
         tls: Option<Arc<rustls::ClientConfig>>,
         within: Duration,
     ) -> Result<Self, DialError> {
-        Self::dial_with(address, tls, within, OURS).await
+        Self::dial_with(connector, address, tls, within, OURS).await
     }
 
     /// As [`dial`](Self::dial), for a server that allows fewer pings than replicas of this project.
@@ -148,17 +176,19 @@ impl Link {
     /// # Cancel safety
     /// Cancel safe: what was begun is closed.
     pub async fn dial_with(
+        connector: &dyn Connector,
         address: &Arc<str>,
         tls: Option<Arc<rustls::ClientConfig>>,
         within: Duration,
         keepalive: Keepalive,
     ) -> Result<Self, DialError> {
-        tokio::time::timeout(within, Self::connect(address, tls, keepalive))
+        tokio::time::timeout(within, Self::connect(connector, address, tls, keepalive))
             .await
             .unwrap_or_else(|_| Err(DialError::Timeout { address: Arc::clone(address), within }))
     }
 
     async fn connect(
+        connector: &dyn Connector,
         address: &Arc<str>,
         tls: Option<Arc<rustls::ClientConfig>>,
         keepalive: Keepalive,
@@ -170,8 +200,7 @@ impl Link {
         let invalid = |why: &'static str| connect(io::Error::new(io::ErrorKind::InvalidInput, why));
         let authority: http::uri::Authority =
             address.parse().map_err(|_| invalid("the address is not host:port"))?;
-        let stream = TcpStream::connect(&**address).await.map_err(connect)?;
-        net::io::share_fairly(&stream).map_err(connect)?;
+        let stream = connector.connect(address).await.map_err(connect)?;
         match tls {
             None => Self::handshake(stream, address, authority, false, keepalive).await,
             Some(tls) => {
