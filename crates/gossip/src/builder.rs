@@ -227,12 +227,16 @@ impl Builder {
         let (stop, stopped) = oneshot::channel();
         let (ready, started) = oneshot::channel();
         #[cfg(test)]
+        let flaw = crate::flaw::active();
+        #[cfg(test)]
         let (link_out, link_in) = std::sync::mpsc::sync_channel(1);
         let run = {
             let (counters, state) = (Arc::clone(&counters), Arc::clone(&state));
             let (cluster, timing) = (self.cluster, self.timing);
             let (health_gate, deaf_after) = (self.health_gate, self.deaf_after);
             move || {
+                #[cfg(test)]
+                crate::flaw::inherit(flaw);
                 let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
                     Ok(runtime) => runtime,
                     Err(error) => return drop(ready.send(Err(error.into()))),
