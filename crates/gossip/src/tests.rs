@@ -49,7 +49,7 @@ fn exhibit<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
 
 /// How long anything may take. With a flaw it will not happen.
 fn deadline() -> Duration {
-    if flaw::active().is_some() { Duration::from_secs(4) } else { DEADLINE }
+    if flaw::active().is_some() { Duration::from_secs(2) } else { DEADLINE }
 }
 
 /// Fast, but with a phi that tolerates a busy machine.

@@ -60,6 +60,21 @@ pub fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
+/// As [`explore`], inside of a runtime of tokio whose clock stands still: a timer never ends, and a task that
+/// is spawned there never runs.
+///
+/// # Panics
+/// As [`explore`].
+pub fn explore_without_time(test: impl Fn() + Send + Sync + 'static) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime without a thread");
+    let handle = runtime.handle().clone();
+    // Its end would wake tasks that a failure has left behind, outside of an exploration.
+    std::mem::forget(runtime);
+    let _entered = handle.enter();
+    explore(test);
+}
+
 /// Whether a test runs under [`explore`].
 pub fn is_explored() -> bool {
     shuttle::current::try_get_current_task().is_some()

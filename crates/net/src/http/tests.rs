@@ -1,9 +1,14 @@
 //! Listeners of each kind, on real sockets.
 
+mod known_bugs;
+
 use std::{
     convert::Infallible,
     net::SocketAddr,
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -35,6 +40,7 @@ const SOON: Duration = Duration::from_secs(10);
 /// A service with a path for each test. A request with `authorization` authenticates its connection.
 #[derive(Default)]
 struct Paths {
+    closed: AtomicUsize,
     refusals: Mutex<Vec<Refusal>>,
     resets: Mutex<Vec<Arc<StreamReset>>>,
 }
@@ -128,6 +134,10 @@ impl Connection for Client {
     fn going_away(&self, _: GoAway) {
         self.leaving.send_replace(true);
     }
+
+    fn closed(&self) {
+        self.of.closed.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// A server that runs.
@@ -148,18 +158,21 @@ impl Running {
         limits: Limits,
         tls: Option<tls::Live<rustls::ServerConfig>>,
     ) -> Self {
+        Self::start_as(protocols, limits, tls, API, None).await
+    }
+
+    async fn start_as(
+        protocols: Protocols,
+        limits: Limits,
+        tls: Option<tls::Live<rustls::ServerConfig>>,
+        settings: Settings,
+        age: Option<Age>,
+    ) -> Self {
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (service, lifecycle) = (Arc::<Paths>::default(), Lifecycle::default());
-        let server = Server {
-            listener,
-            tls,
-            protocols,
-            settings: API,
-            limits,
-            age: None,
-            service: Arc::clone(&service) as _,
-        };
+        let server =
+            Server { listener, tls, protocols, settings, limits, age, service: Arc::clone(&service) as _ };
         let task = tokio::spawn(server.run(lifecycle.clone()));
         Self { address, service, lifecycle, task }
     }

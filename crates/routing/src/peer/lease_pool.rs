@@ -656,14 +656,6 @@ mod tests {
         assert!(acquire(Features::NONE).is_ok(), "the other one is still here");
     }
 
-    /// Runs a test under many schedules. The clock stands still, and no task of the pool's own runs.
-    fn explore(test: impl Fn() + Send + Sync + 'static) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-        let runtime = runtime.unwrap();
-        let _entered = runtime.enter();
-        museum::schedule::explore(test);
-    }
-
     /// Takes the tunnel of the pool and gives it back. `leaves`: does not wait for it.
     async fn request(pool: Arc<LeasePool>, leaves: bool) {
         match acquire(&pool) {
@@ -685,7 +677,7 @@ mod tests {
     #[test]
     fn schedules_of_waiting_requests_and_a_leased_tunnel() {
         fn run() {
-            explore(|| {
+            museum::schedule::explore_without_time(|| {
                 let pool = pool();
                 museum::schedule::block_on(heat(&pool, "/s/M"));
                 let requests = [false, false, true]

@@ -5,21 +5,13 @@
 
 use std::{collections::HashSet, future::poll_fn, pin::pin, task::Poll};
 
-use museum::schedule::{join, point, spawn};
+use museum::schedule::{explore_without_time as explore, join, point, spawn};
 
 use super::{
     tests::{Lab, agent, ask, lab},
     *,
 };
 use crate::flaw::{Flaw, must_fail_with};
-
-/// Runs a test under many schedules. The runtime takes tasks that end lingering, and runs none.
-fn explore(test: impl Fn() + Send + Sync + 'static) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    let runtime = runtime.unwrap();
-    let _entered = runtime.enter();
-    museum::schedule::explore(test);
-}
 
 /// The tunnels that carry a request.
 #[derive(Default)]
