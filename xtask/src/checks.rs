@@ -19,7 +19,7 @@ use devkit::{
 };
 
 use crate::{
-    chaos, fuzz, layers, sim,
+    chaos, fuzz, layers, museum, sim,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
@@ -140,6 +140,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
             }
         }
         let are_built = tests.is_some();
+        summary.check("flaws", || flaws(are_built));
         summary.check("informers", || informers(are_built));
         summary.check("sim", simulate);
         summary.check("chaos", || chaos_quick(are_built));
@@ -243,6 +244,15 @@ fn test(install: bool, outcome: &mut Option<Outcome>) -> Result<Verdict> {
         [] => Verdict::Ok,
         skipped => Verdict::Skipped(skipped.to_vec()),
     })
+}
+
+/// Proves that no program has the switches of the bug museum. The tests have built the programs.
+fn flaws(are_built: bool) -> Result<Verdict> {
+    if !are_built {
+        return Ok(Verdict::skipped("the tests build the programs"));
+    }
+    museum::absence()?;
+    Ok(Verdict::Ok)
 }
 
 /// Runs the test of informers, which others leave out because it takes two minutes. `--workspace` keeps cargo

@@ -169,6 +169,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     // Free ports: for tests, and for the quickstart, which is built before all else.
     ("ports", &[]),
+    // For tests: flaws and schedules. Usable alone, so that every crate can use it.
+    ("museum", &[]),
     // For tests. Without the programs, so that all of them can use it.
     ("testkit", &["ids", "ports", "proto", "net", "grpc", "tunnel"]),
     // What happened in a chaos run or a simulation, and its invariants: pure, without our other crates.
@@ -237,7 +239,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const TESTS_ONLY: [&str; 1] = ["tests"];
 
 /// What the tests of every crate may use in addition to the dependencies of the crate.
-const FOR_TESTS: [&str; 1] = ["testkit"];
+const FOR_TESTS: [&str; 2] = ["testkit", "museum"];
 
 /// A crate, and crates that it must never use, not even in tests.
 const FORBIDDEN: [(&str, &[&str]); 1] = [

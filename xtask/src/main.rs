@@ -1,5 +1,5 @@
 //! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man`, `bench`,
-//! `chaos` and `sim`.
+//! `chaos`, `sim` and `museum`.
 //!
 //! It is built before anything else, within seconds: it depends on none of the crates that kas and agentk
 //! consist of, so `ci` works when kas does not compile. Commands that need more build it with cargo and start
@@ -18,6 +18,7 @@ mod images;
 mod layers;
 mod man;
 mod sim;
+mod museum;
 mod suite;
 mod tools;
 mod width;
@@ -38,6 +39,8 @@ enum Command {
     Test(suite::TestArgs),
     /// Run all checks: formatting, lints, documentation, layers, licences, tests
     Ci(checks::CiArgs),
+    /// Show that the test of each public bug of other systems passes, and fails with the bug
+    Museum(museum::MuseumArgs),
     /// Build a release: static programs, bills of materials, and images
     Images(images::ImagesArgs),
     /// Fuzz each parser of input from peers; needs a nightly toolchain and cargo-fuzz
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Quickstart(args) => quickstart::run(args),
         Command::Test(args) => suite::run(&args),
         Command::Ci(args) => checks::ci(&args),
+        Command::Museum(args) => museum::run(&args),
         Command::Images(args) => images::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Layers(args) => layers::run(&args),

@@ -15,6 +15,7 @@ pub mod cli;
 pub mod cluster;
 pub mod dial;
 pub mod doctor;
+mod flaw;
 pub mod metrics;
 pub mod module;
 pub mod observability;

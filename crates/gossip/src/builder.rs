@@ -253,6 +253,8 @@ impl Builder {
         let (stop, stopped) = oneshot::channel();
         let (ready, started) = oneshot::channel();
         #[cfg(test)]
+        let flaw = crate::flaw::active();
+        #[cfg(test)]
         let (link_out, link_in) = std::sync::mpsc::sync_channel(1);
         let serve = {
             let (counters, state) = (Arc::clone(&counters), Arc::clone(&state));
@@ -292,12 +294,16 @@ impl Builder {
         };
         match port {
             Port::Udp(socket) => {
-                let run = move || match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                    Ok(runtime) => runtime.block_on(async move {
-                        // Sockets belong to the runtime that drives them.
-                        serve(tokio::net::UdpSocket::from_std(socket).map(Outer::Udp), ready).await;
-                    }),
-                    Err(error) => drop(ready.send(Err(error.into()))),
+                let run = move || {
+                    #[cfg(test)]
+                    crate::flaw::inherit(flaw);
+                    match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                        Ok(runtime) => runtime.block_on(async move {
+                            // Sockets belong to the runtime that drives them.
+                            serve(tokio::net::UdpSocket::from_std(socket).map(Outer::Udp), ready).await;
+                        }),
+                        Err(error) => drop(ready.send(Err(error.into()))),
+                    }
                 };
                 std::thread::Builder::new()
                     .name("gossip".to_owned())

@@ -57,6 +57,7 @@
 
 mod builder;
 mod counters;
+mod flaw;
 mod handle;
 mod members;
 mod node;

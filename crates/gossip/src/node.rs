@@ -21,6 +21,7 @@ use tokio::{
 
 use crate::{
     counters::{Counters, Restart},
+    flaw::{Flaw, flawed},
     members::{Heard, Member, Members, Status},
     publish::{MAX_KEYS, Values, is_fit},
     seal::KeyRing,
@@ -254,7 +255,11 @@ impl Node {
                 // Longer pauses are not sampled: they would raise the detector's threshold for minutes.
                 max_interval: (self.timing.interval * 10).max(Duration::from_secs(2)),
                 initial_interval: self.timing.initial_interval,
-                dead_node_grace_period: self.timing.dead_grace,
+                dead_node_grace_period: if flawed(Flaw::DeadRememberedLong) {
+                    Duration::from_secs(600)
+                } else {
+                    self.timing.dead_grace
+                },
             },
             // No key is ever deleted.
             marked_for_deletion_grace_period: Duration::from_secs(15 * 60),
@@ -387,7 +392,7 @@ impl Node {
     /// would keep it as a member, and it cannot tell them: chitchat sends values only in answer to what it
     /// hears.
     fn silence_if_deaf(&self, memory: &mut Memory) {
-        let Some(after) = self.deaf_after else { return };
+        let Some(after) = self.deaf_after.filter(|_| !flawed(Flaw::NeverSilent)) else { return };
         let reachability = &self.state.reachability;
         let signs = reachability.signs();
         // A process that has never heard another one is no member anywhere: its datagrams are unproven.
@@ -499,15 +504,17 @@ impl Node {
             // For chitchat, a new incarnation is live after its second heartbeat, and the one before it is
             // live until phi is exceeded. Here, the new incarnation replaces the old one with its first
             // heartbeat.
-            let is_fresh = track.has_advanced
+            let is_fresh = (track.has_advanced || flawed(Flaw::HearsayIsLife))
                 && state.max_version() > 0
                 && now.duration_since(track.heard.last()) < self.timing.interval * 5;
             if !is_live && !is_fresh {
                 continue;
             }
             let entry = newest.entry(Arc::clone(&id.node_id)).or_insert((id, false));
-            entry.1 |= is_live;
-            if id.generation_id >= entry.0.generation_id {
+            entry.1 |= is_live || flawed(Flaw::HearsayIsLife);
+            let (this, other) = (id.generation_id, entry.0.generation_id);
+            let replaces = if flawed(Flaw::OldGenerationStays) { this <= other } else { this >= other };
+            if replaces {
                 entry.0 = id;
             }
         }

@@ -60,7 +60,10 @@ use aws_lc_rs::{
 };
 use tokio::time::Instant;
 
-use crate::counters::Reason;
+use crate::{
+    counters::Reason,
+    flaw::{Flaw, flawed},
+};
 
 /// The longest datagram, in bytes. The smallest IPv6 link (1,280 bytes) carries it in one piece. Larger
 /// datagrams save headers, but are lost wherever IP fragments are dropped.
@@ -399,7 +402,8 @@ impl Sealer {
     pub fn seal(&mut self, message: &[u8], echo: Echo) -> Vec<Vec<u8>> {
         let room = MAX_DATAGRAM - HEADER - self.identity.node_id.len() - TAG;
         let count = message.len().div_ceil(room).max(1);
-        if message.len() > MAX_MESSAGE || count > usize::from(MAX_PARTS) {
+        let most = if flawed(Flaw::SmallMessages) { 8 } else { MAX_PARTS };
+        if message.len() > MAX_MESSAGE || count > usize::from(most) {
             return Vec::new();
         }
         let parts = (0..count).map(|index| {

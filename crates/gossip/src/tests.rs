@@ -27,13 +27,30 @@ use tokio::{
 
 use crate::{
     Builder, Gossip, KeyRing, MAX_KEYS, MAX_VALUE, Members, PublishError, Reason, Restart, StartError,
-    Status, Timing, node,
+    Status, Timing,
+    flaw::{self, Flaw, must_fail_with},
+    node,
     seal::{Accepted, Identity, Opener, Sealer},
 };
 
 const DEADLINE: Duration = Duration::from_secs(30);
 const OLD: &str = "the old secret, of more than 32 bytes";
 const NEW: &str = "the new secret, of more than 32 bytes";
+
+/// Runs a test without and with a flaw, with which it must fail.
+fn exhibit<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
+    let run = || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(test());
+    };
+    run();
+    must_fail_with(flaw, run);
+}
+
+/// How long anything may take. With a flaw it will not happen.
+fn deadline() -> Duration {
+    if flaw::active().is_some() { Duration::from_secs(2) } else { DEADLINE }
+}
 
 /// Fast, but with a phi that tolerates a busy machine.
 fn timing() -> Timing {
@@ -71,17 +88,18 @@ async fn start(id: &str, peers: &[&Gossip]) -> Gossip {
 
 /// Waits until the watched value meets the condition.
 async fn until<T: Clone>(mut watch: watch::Receiver<T>, what: &str, wanted: impl Fn(&T) -> bool) -> T {
-    match timeout(DEADLINE, watch.wait_for(|value| wanted(value))).await {
+    let most = deadline();
+    match timeout(most, watch.wait_for(|value| wanted(value))).await {
         Ok(value) => value.unwrap().clone(),
-        Err(_) => panic!("not within {DEADLINE:?}: {what}"),
+        Err(_) => panic!("not within {most:?}: {what}"),
     }
 }
 
 /// Waits until a condition without a watch is met, such as the value of a counter.
 async fn eventually(what: &str, wanted: impl Fn() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let until = Instant::now() + deadline();
     while !wanted() {
-        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        assert!(Instant::now() < until, "not in time: {what}");
         sleep(Duration::from_millis(5)).await;
     }
 }

@@ -10,6 +10,7 @@
 
 mod clash;
 mod environment;
+mod flaw;
 mod reference;
 mod secrets;
 mod sections;

@@ -1,5 +1,6 @@
 mod complete;
 mod kubernetes_api;
+mod previous;
 mod replicas;
 mod secrets;
 mod sections;

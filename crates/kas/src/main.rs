@@ -18,7 +18,8 @@ use process::{lifecycle, telemetry};
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-fn main() -> ExitCode {
+/// Called by the example `with-flaws`, too.
+pub(crate) fn main() -> ExitCode {
     tls::install();
     match run(Arguments::parse()) {
         Ok(code) => code,

@@ -6,5 +6,7 @@
 pub(crate) mod half_open;
 mod queue;
 pub(crate) mod scheduler;
+#[cfg(test)]
+mod schedules;
 
 pub use self::queue::FairQueue;

@@ -371,6 +371,10 @@ impl Listener {
     /// # Cancel safety
     /// Cancel safe.
     pub async fn accept(&self) -> io::Result<(Stream, Option<SocketAddr>)> {
+        #[cfg(test)]
+        if let Some(error) = accept_errors::next() {
+            return Err(error);
+        }
         match self {
             Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
@@ -459,6 +463,30 @@ fn bound(addr: SocketAddr) -> io::Result<socket2::Socket> {
     }
     socket.bind(&addr.into())?;
     Ok(socket)
+}
+
+/// Errors that tests put before the next connections of this thread.
+#[cfg(test)]
+pub(crate) mod accept_errors {
+    use std::{cell::RefCell, collections::VecDeque, io};
+
+    thread_local! {
+        static NEXT: RefCell<VecDeque<i32>> = const { RefCell::new(VecDeque::new()) };
+    }
+
+    /// The next calls of `accept` fail with these errors of the system.
+    pub(crate) fn put(errors: &[i32]) {
+        NEXT.with_borrow_mut(|next| next.extend(errors));
+    }
+
+    /// How many are left.
+    pub(crate) fn left() -> usize {
+        NEXT.with_borrow(VecDeque::len)
+    }
+
+    pub(super) fn next() -> Option<io::Error> {
+        NEXT.with_borrow_mut(VecDeque::pop_front).map(io::Error::from_raw_os_error)
+    }
 }
 
 #[cfg(test)]

@@ -7,8 +7,10 @@ pub mod admission;
 pub mod batch;
 #[cfg(feature = "client")]
 pub mod client;
+mod flaw;
 pub mod http;
 pub mod io;
 pub mod peers;
 pub mod proxy;
+mod sync;
 pub mod tls;

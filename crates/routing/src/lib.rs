@@ -10,6 +10,7 @@
 //! * [`rate_limit`]: what an agent's token may cost.
 //! * [`metrics`]: the metrics of requests and tunnels.
 
+mod flaw;
 pub mod lending;
 mod long;
 pub mod metadata;
@@ -19,3 +20,4 @@ pub mod rate_limit;
 pub mod refusal;
 pub mod registry;
 pub mod router;
+mod sync;

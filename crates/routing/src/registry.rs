@@ -17,14 +17,13 @@ use std::{
     collections::HashMap,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use cluster::{Abandoned, Mark, Tracker};
 use ids::{AgentId, ConnectionId, ReplicaId};
-use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 use tunnel::{
     features::Features,
@@ -41,8 +40,10 @@ pub use self::{
     queue::Waiting,
 };
 use crate::{
+    flaw::{Flaw, flawed},
     metrics::{AskAnswer, RequestMetrics},
     rate_limit::RateLimit,
+    sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard},
 };
 
 const SHARDS: usize = 16;
@@ -266,7 +267,9 @@ impl Grant {
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        if let Some(tunnel) = self.tunnel.take() {
+        if let Some(tunnel) = self.tunnel.take()
+            && !flawed(Flaw::GrantKeepsTunnel)
+        {
             self.registry.free(&tunnel);
         }
     }
@@ -390,6 +393,10 @@ impl TunnelRegistry {
             return Err(Refused::Full);
         }
         self.metrics.waiters.inc();
+        if flawed(Flaw::QueueAfterUnlock) {
+            drop(shard);
+            shard = self.shard(agent);
+        }
         let entry = shard.entry(agent).or_default();
         let key = QueueKey { source, method: Arc::clone(method), connection, needs };
         let (serial, receiver) = entry.queue.enter(&key);
@@ -404,12 +411,17 @@ impl TunnelRegistry {
     pub fn lease(self: &Arc<Self>, tunnel: &Arc<Tunnel>, borrower: &Borrower) -> Option<TunnelLease> {
         let info = tunnel.info();
         let mut shard = self.shard(info.agent);
-        let entry = shard.get_mut(&info.agent)?;
+        let mut entry = shard.get_mut(&info.agent)?;
         if self.draining.load(Ordering::Relaxed)
             || tunnel.idle_since().is_none()
             || entry.queue.wants(info, || entry.presence.connection_of(info.instance))
         {
             return None;
+        }
+        if flawed(Flaw::LeaseAfterUnlock) {
+            drop(shard);
+            shard = self.shard(info.agent);
+            entry = shard.get_mut(&info.agent)?;
         }
         Some(entry.leases.add(Grant::new(Arc::clone(tunnel), self), borrower.clone()))
     }
@@ -451,8 +463,17 @@ impl TunnelRegistry {
         if tunnel.idle_since().is_none() {
             return;
         }
-        let Some(entry) = shard.get_mut(&info.agent) else { return };
+        let Some(mut entry) = shard.get_mut(&info.agent) else { return };
         entry.presence.end_endless(tunnel);
+        if flawed(Flaw::IdleBeforeOffer) {
+            entry.presence.put_idle(Arc::clone(tunnel));
+            drop(shard);
+            shard = self.shard(info.agent);
+            entry = match shard.get_mut(&info.agent) {
+                Some(entry) => entry,
+                None => return,
+            };
+        }
         let offer = Offer {
             connection: entry.presence.connection_of(info.instance),
             takes_endless: entry.presence.takes_endless(info.kind, self.limits.endless_per_old_agent),
@@ -704,5 +725,7 @@ impl TunnelPool for RegistryPool {
     }
 }
 
+#[cfg(test)]
+mod schedules;
 #[cfg(test)]
 mod tests;

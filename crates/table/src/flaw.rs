@@ -1,4 +1,5 @@
-//! Switches that break one rule each, in tests only, to show that a test can fail.
+//! Switches that break one rule each, to show that a test can fail: in the tests of this crate, and in the
+//! build of kas with the feature `flaws`, which is for tests with real processes and never ships.
 //!
 //! Each test of a known bug runs twice: without a flaw, and with its flaw, with which it must fail.
 
@@ -26,30 +27,29 @@ pub(crate) enum Flaw {
     StickyMask,
     /// Digests are not compared.
     NoDigest,
+    /// A refused redial is no vote.
+    RefusedIsNoVote,
+    /// Every stream begins with a snapshot.
+    NoResume,
+    /// The death of a replica that drains is not noticed.
+    DrainingNeverDies,
+    /// One snapshot is transferred at a time.
+    OneSnapshot,
 }
 
-#[cfg(test)]
-thread_local! {
-    static ACTIVE: std::cell::Cell<Option<Flaw>> = const { std::cell::Cell::new(None) };
-}
-
-/// Whether `flaw` is switched on. Always false outside tests.
-#[cfg(not(test))]
+/// Whether `flaw` is switched on. Always false outside tests and the build with the feature `flaws`.
+#[cfg(not(any(test, feature = "flaws")))]
 pub(crate) const fn flawed(_: Flaw) -> bool {
     false
 }
 
-/// Whether `flaw` is switched on in this thread.
-#[cfg(test)]
+/// Whether `flaw` is the one that the environment chooses for this process.
+#[cfg(all(feature = "flaws", not(test)))]
 pub(crate) fn flawed(flaw: Flaw) -> bool {
-    ACTIVE.get() == Some(flaw)
+    static CHOSEN: std::sync::LazyLock<Option<String>> =
+        std::sync::LazyLock::new(|| std::env::var("KAS_FLAW").ok());
+    CHOSEN.as_deref().is_some_and(|chosen| chosen == format!("{flaw:?}"))
 }
 
-/// Runs `test` with a flaw, and fails unless `test` fails.
 #[cfg(test)]
-pub(crate) fn must_fail_with(flaw: Flaw, test: impl FnOnce() + std::panic::UnwindSafe) {
-    ACTIVE.set(Some(flaw));
-    let outcome = std::panic::catch_unwind(test);
-    ACTIVE.set(None);
-    assert!(outcome.is_err(), "the test passes with {flaw:?}, so it cannot detect it");
-}
+museum::switches!(Flaw);

@@ -281,7 +281,9 @@ impl Feed {
                 self.sent = version;
                 // A snapshot takes about 2 bytes per id, an operation 8. With more operations, a snapshot is
                 // cheaper.
-                known && owner.version.0 - version.0 <= DELTA_OPS as u64 + owner.len() as u64 / 4
+                known
+                    && !flawed(Flaw::NoResume)
+                    && owner.version.0 - version.0 <= DELTA_OPS as u64 + owner.len() as u64 / 4
             }
             None => false,
         };

@@ -27,6 +27,8 @@ mod caller_stream;
 mod exchange;
 pub mod gitlab;
 mod info;
+#[cfg(test)]
+mod schedules;
 mod splice;
 mod tunnel_body;
 
@@ -42,7 +44,6 @@ use std::{
 
 use bytes::Bytes;
 use grpc::{Deadline, Status};
-use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 use self::agent_stream::{AgentStream, Broken, Got, frame_of};
@@ -54,8 +55,10 @@ pub use self::{
     tunnel_body::TunnelBody,
 };
 use crate::{
+    flaw::{Flaw, flawed},
     frame::{Event, request},
     state::{KasEnd, Step},
+    sync::{Mutex, MutexGuard},
 };
 
 /// How long after a complete answer the replica that borrowed the tunnel may take to close the request's
@@ -445,13 +448,20 @@ impl Tunnel {
             return Err(job);
         }
         let Some(stream) = core.stream.take() else { return Err(job) };
+        if flawed(Flaw::WakeBeforeWrite) {
+            core.wake_tunnel();
+            drop(core);
+            core = self.core();
+        }
         core.phase = Phase::Accepted(job);
         core.lease = lease;
         // An earlier request may have failed after its answer was complete.
         core.fault = None;
         core.round += 1;
         let round = core.round;
-        core.wake_tunnel();
+        if !flawed(Flaw::WakeBeforeWrite) {
+            core.wake_tunnel();
+        }
         drop(core);
         Ok(Exchange::new(Arc::clone(self), round, stream, deadline))
     }

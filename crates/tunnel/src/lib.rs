@@ -11,11 +11,13 @@
 
 pub mod agent_end;
 pub mod features;
+mod flaw;
 pub mod frame;
 pub mod kas_end;
 pub mod meta;
 pub mod protobuf;
 pub mod state;
+mod sync;
 
 /// The header in which agentk offers a feature of the tunnel (request metadata), and in which kas accepts it
 /// (response headers).

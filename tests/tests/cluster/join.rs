@@ -86,7 +86,7 @@ async fn cold_join_100k_entries() -> Result<()> {
 ///
 /// Fails if one snapshot is transferred at a time: the small table then waits for the large one.
 #[tokio::test]
-async fn small_table_is_visible_while_a_large_one_syncs() -> Result<()> {
+async fn small_replica_visible_while_big_one_syncs() -> Result<()> {
     // More than the changes in gossip, so that the small table also needs a snapshot.
     const AGENTS: i64 = table::limits::RECORD_OPS as i64 + 1;
     // Ten seconds for a table that does not finish sooner.

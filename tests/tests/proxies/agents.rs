@@ -142,6 +142,34 @@ async fn all_outlast(passes: Passes, short: bool, time: Duration) -> Result<()> 
     Ok(())
 }
 
+/// kas 138: a load balancer cut streams before kas had asked to end the connection, so that agents saw resets
+/// instead of a clean end.
+///
+/// HAProxy cuts a stream that is silent for six seconds; kas renews connections at the age of two. Fails if
+/// kas does not.
+#[tokio::test]
+#[ignore = "watches for 15 s; cargo xtask museum --processes runs it"]
+async fn max_age_goaway_before_lb_cut() -> Result<()> {
+    let listen = json!({ "max_connection_age": "2s", "proxied_idle_timeout": "24h" });
+    let kas = Kas::start_with_config(json!({ "agent": { "listen": listen } })).await?;
+    let timers = "  timeout connect 5s\n  timeout client 6s\n  timeout server 6s\n";
+    let proxy = Proxy::haproxy(kas.agent, Passes::Grpc, timers).await?;
+    let agentk = Agentk::start_url(&url(&proxy, Passes::Grpc), &token(1), None).await?;
+    agentk.connected().await?;
+    let caller = kas.caller().await?;
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(15) {
+        echo(&caller, 1, "x").await?;
+        // Silent for long enough that HAProxy would cut a stream.
+        tokio::time::sleep(Duration::from_millis(7_500)).await;
+    }
+    let violations = kas.metric("kas_tunnel_violations_total").await?;
+    ensure!(violations == 0.0, "{violations} tunnels were cut\n{}", proxy.process.log());
+    let log = agentk.process.log();
+    ensure!(!log.contains("was lost"), "{log}");
+    Ok(())
+}
+
 async fn all_old_outlast(short: bool, time: Duration) -> Result<()> {
     let one = Box::pin(async {
         let kas = kas(short).await?;

@@ -21,6 +21,7 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
+    flaw::{Flaw, flawed},
     replica::Replica,
     session::{ANSWER_TIMEOUT, Begin, SessionStatus, Stage},
 };
@@ -115,7 +116,8 @@ impl Backoff {
     /// Returns a random pause up to the current bound, and doubles the bound.
     fn pause(&mut self) -> Duration {
         let bound = self.next;
-        self.next = (bound * 2).min(self.bounds.1);
+        let longest = if flawed(Flaw::EndlessBackoff) { Duration::MAX } else { self.bounds.1 };
+        self.next = bound.saturating_mul(2).min(longest);
         bound.mul_f64(rand::random())
     }
 

@@ -3,6 +3,7 @@ use std::{collections::BTreeSet, time::Duration};
 use proptest::{collection::vec, prelude::*, sample::Index};
 
 use super::*;
+use crate::flaw::must_fail_with;
 
 const SECRET: &str = "a secret of more than thirty-two bytes";
 const OTHER: &str = "another secret of more than thirty-two bytes";
@@ -153,6 +154,27 @@ fn messages_up_to_the_limit_travel_in_parts() {
     let mut sealer = Sealer::new(&ring, "test", identity(&"n".repeat(MAX_NODE_ID), 1));
     let frames = sealer.seal(&vec![0; MAX_MESSAGE], ECHO);
     assert!(frames.len() <= usize::from(MAX_PARTS) && frames.iter().all(|f| f.len() <= MAX_DATAGRAM));
+}
+
+/// quickwit PR 6653: with more than 500 nodes, most of them dead, the digest could not be sent any more.
+///
+/// The bound: an incarnation takes at most 60 bytes of a digest with names as replicas have them, and a
+/// digest of a thousand crosses in at most 60 datagrams.
+#[test]
+fn crashloop_1000_incarnations() {
+    const INCARNATIONS: usize = 1_000;
+    // A name of 24 bytes, generation, address, heartbeat, versions.
+    const DIGEST: usize = 24 + 8 + 7 + 8 + 8 + 5;
+    fn run() {
+        let (mut sealer, mut opener) = pair();
+        let sent: Vec<u8> = (0..INCARNATIONS * DIGEST).map(|at| at as u8).collect();
+        let frames = sealer.seal(&sent, ECHO);
+        assert!((1..=60).contains(&frames.len()), "{} datagrams", frames.len());
+        let came: Vec<_> = frames.iter().map(|frame| accept(&mut opener, frame)).collect();
+        assert_eq!(came.last(), Some(&message(&sent)));
+    }
+    run();
+    must_fail_with(Flaw::SmallMessages, run);
 }
 
 #[test]

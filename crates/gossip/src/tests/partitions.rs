@@ -39,16 +39,22 @@ impl Deaf {
 
 const DEAF_AFTER: Duration = Duration::from_millis(500);
 
-/// This test failed without `silence_if_deaf`: the others kept the deaf process as a member as long as they
-/// heard it.
-#[tokio::test]
-async fn a_deaf_process_becomes_silent_until_it_hears_others_again() {
+/// Restate: a node that can send and not receive must declare itself dead. Here it becomes silent until it
+/// hears others again: otherwise they would keep it as a member, and send requests to it, as long as they
+/// hear it.
+#[test]
+fn deaf_replica_is_lonely_and_its_slots_expire_elsewhere() {
+    exhibit(Flaw::NeverSilent, || boxed(deaf()));
+}
+
+async fn deaf() {
     let mesh = boxed(Deaf::meshed()).await;
     for round in 1..=2 {
         mesh.shut(true);
         for other in &mesh.others {
             until(other.members(), "the deaf process is gone", |m| m.member("a").is_none()).await;
         }
+        until(mesh.deaf.status(), "it hears none", |status| !matches!(status, Status::Meshed { .. })).await;
         // It still sends probes, which do not count as a sign of life.
         let withheld = mesh.deaf.counters().withheld.count();
         eventually("it sends probes", || mesh.deaf.counters().withheld.count() > withheld + 20).await;

@@ -2,8 +2,13 @@
 
 use super::*;
 
-#[tokio::test]
-async fn restart_replaces_incarnation() {
+/// chitchat issue 94: a restart with a new generation left both incarnations in the state.
+#[test]
+fn restart_replaces_incarnation() {
+    exhibit(Flaw::OldGenerationStays, || boxed(restarted()));
+}
+
+async fn restarted() {
     // With this phi no process counts as dead before the deadline: only the newer generation can replace it.
     let patient = Timing { phi: 5_000.0, ..timing() };
     let a = builder("a").timing(patient).start().await.unwrap();
@@ -100,8 +105,13 @@ async fn restarts_after(fault: u8, cause: Restart) {
     assert!(recording.all(|members| members.len() == 1), "members changed");
 }
 
-#[tokio::test]
-async fn no_resurrection_after_gc() {
+/// chitchat PR 155, quickwit issue 5135: dead nodes came back because peers collect them at different times.
+#[test]
+fn no_resurrection_after_gc() {
+    exhibit(Flaw::HearsayIsLife, || boxed(collected()));
+}
+
+async fn collected() {
     // All forget the dead member after a second. A new member could hear of it from the last one that
     // forgets.
     let quick = Timing { dead_grace: Duration::from_secs(1), ..timing() };
@@ -134,12 +144,15 @@ async fn remember(nodes: &[&Gossip], incarnations: u64) {
 /// chitchat issue 161: a dead incarnation was gossiped without end. A process that had forgotten it heard of
 /// it again from one that had not, and so did each new process.
 ///
-/// This test failed when dead incarnations were remembered for ten minutes (another `dead_node_grace_period`
-/// in `node`), and with a chitchat without its two guards: with an empty `scheduled_for_deletion_nodes`, dead
-/// incarnations are gossiped until they are collected; without the memory of `last_heartbeat_if_deleted`, a
-/// collected incarnation is accepted again.
-#[tokio::test]
-async fn dead_incarnation_not_regossiped() {
+/// This test also failed with a chitchat without its two guards: with an empty
+/// `scheduled_for_deletion_nodes`, dead incarnations are gossiped until they are collected; without the
+/// memory of `last_heartbeat_if_deleted`, a collected incarnation is accepted again.
+#[test]
+fn dead_incarnation_not_regossiped() {
+    exhibit(Flaw::DeadRememberedLong, || boxed(forgotten()));
+}
+
+async fn forgotten() {
     let quick = Timing { dead_grace: Duration::from_secs(1), ..timing() };
     // This process forgets later than the others, so it could bring the dead one back.
     let slow = Timing { dead_grace: Duration::from_secs(3), ..timing() };

@@ -6,7 +6,10 @@ use net::tls::{NotRole, Role};
 use settings::{HostPort, host_port, show::shown, walk::Section};
 
 use super::listen::{Listen, Network, bind_address, max_connection_age, secret_files, tls};
-use crate::Environment;
+use crate::{
+    Environment,
+    flaw::{Flaw, flawed},
+};
 
 const NOT_ASKED: &str = "without client_ca_file replicas do not verify each other's certificates";
 
@@ -110,7 +113,7 @@ fn private_api(s: &mut Section<'_, '_>, several: bool) -> PrivateApi {
         }
     });
     let text = s.text(
-        "advertise",
+        if flawed(Flaw::KeyRenamed) { "advertised_address" } else { "advertise" },
         "",
         "Host and port at which other replicas reach this one. Empty: those of $OWN_PRIVATE_API_URL \
          (grpc://host:port), else $POD_IP and the port of listen, else the address of listen if it is a specific one, \

@@ -17,10 +17,13 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-use tokio::{sync::Notify, time::Instant};
+use tokio::time::Instant;
 
 use super::scheduler::AdmissionScheduler;
+use crate::{
+    flaw::{Flaw, flawed},
+    sync::{Mutex, Notify},
+};
 
 /// While the processor does not keep up, a newcomer without a place looks again after this time, or as soon
 /// as a place is free.
@@ -297,6 +300,9 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.of.places.lock().remove(self.number);
+        if flawed(Flaw::NotifyOnlyWaiting) {
+            return self.of.changed.notify_waiters();
+        }
         self.of.changed.notify_one();
     }
 }

@@ -32,20 +32,22 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, HashMap},
-    future::{Future as _, poll_fn},
+    future::poll_fn,
     mem,
     net::IpAddr,
-    pin::pin,
     sync::Arc,
     task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::queue::FairQueue;
-use crate::peers::{Recent, network};
+use crate::{
+    flaw::{Flaw, flawed},
+    peers::{Recent, network},
+    sync::{Mutex, wake_after_others},
+};
 
 /// A connection that has had this many steps is no newcomer any more. More than an agent needs for TLS,
 /// WebSocket and its first request.
@@ -165,12 +167,20 @@ impl AdmissionScheduler {
         self.state.lock().by_source.len() > BEHIND
     }
 
+    /// Whether no connection has a slot, and none waits for one.
+    #[cfg(test)]
+    pub(super) fn is_quiet(&self) -> bool {
+        let state = self.state.lock();
+        state.taken == 0 && state.granted.is_empty() && state.by_source.is_empty()
+    }
+
     /// Gives a slot after which other tasks have run to the next connection.
     fn pass_on(&self) {
         let mut state = self.state.lock();
         match state.next() {
             Some((number, waker)) => {
                 state.granted.push(number);
+                state.taken -= usize::from(flawed(Flaw::SlotTwice));
                 drop(state);
                 waker.wake();
             }
@@ -286,6 +296,10 @@ impl Permit {
             state.taken += 1;
             return true;
         }
+        if flawed(Flaw::QueueAfterUnlock) {
+            drop(state);
+            state = self.scheduler.state.lock();
+        }
         let place = (self.had, Reverse(self.number));
         let lane = state.lane(self.had, self.source);
         state.least_served.insert(place);
@@ -333,7 +347,9 @@ impl Permit {
         } else if let Some(at) = state.granted.iter().position(|granted| *granted == self.number) {
             state.granted.swap_remove(at);
             drop(state);
-            self.scheduler.pass_on();
+            if !flawed(Flaw::LeaverKeepsSlot) {
+                self.scheduler.pass_on();
+            }
         }
     }
 }
@@ -373,10 +389,7 @@ impl Drop for Step<'_> {
             });
             return;
         }
-        // The slot is passed on once this thread has nothing else to do, and at once outside of a runtime.
-        // The first poll hands the waker to the runtime; the rest of the future is not needed.
-        let waker = Waker::from(Arc::new(StepEnd(Arc::clone(self.scheduler))));
-        let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
+        wake_after_others(Waker::from(Arc::new(StepEnd(Arc::clone(self.scheduler)))));
     }
 }
 
@@ -384,6 +397,8 @@ impl Drop for Step<'_> {
 mod tests {
     use std::{
         cell::Cell,
+        future::Future as _,
+        pin::pin,
         rc::Rc,
         sync::atomic::{AtomicUsize, Ordering},
     };

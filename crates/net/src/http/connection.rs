@@ -30,6 +30,7 @@ use super::{
 };
 use crate::{
     admission::{half_open::Place, scheduler::Permit},
+    flaw::{Flaw, flawed},
     io::Stream,
 };
 
@@ -80,7 +81,8 @@ impl Serve {
             slot: slot.clone(),
         };
         // Within a tenth of the mean, from the connection's own address: no clock, no lock.
-        let age_at = self.age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(self.peer)));
+        let age = self.age.filter(|_| !flawed(Flaw::NeverOld));
+        let age_at = age.map(|age| born + age.age.mul_f64(0.9 + 0.2 * fraction(self.peer)));
         let state = Loop {
             serve: &self,
             connection: &*connection,
@@ -268,7 +270,8 @@ impl Loop<'_> {
             Some((before, since)) if opened == before => Some((before, since)),
             _ => Some((opened, now)),
         };
-        if !self.leaving && self.idle.is_some_and(|(_, since)| now >= since + limits.idle) {
+        let is_over = self.idle.is_some_and(|(_, since)| now >= since + limits.idle);
+        if !self.leaving && is_over && !flawed(Flaw::IdleStays) {
             self.serve.service.refused(Refusal::Idle);
             self.leave(driver, GoAway::Idle);
             if D::ENDS_WHEN_IDLE {

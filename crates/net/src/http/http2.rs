@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     batch::{BatchedWrites, Turns},
+    flaw::{Flaw, flawed},
     io::{ADMITTED_QUOTA, QuotaStream, ReadQuota, Stream, UNADMITTED_QUOTA},
 };
 
@@ -51,7 +52,7 @@ impl Http2 {
             .max_concurrent_streams(settings.streams)
             .max_pending_accept_reset_streams(settings.pending_accept_resets)
             .max_local_error_reset_streams(settings.local_error_resets)
-            .keep_alive_interval(settings.keepalive_interval)
+            .keep_alive_interval((!flawed(Flaw::NoKeepalive)).then_some(settings.keepalive_interval))
             .keep_alive_timeout(settings.keepalive_timeout);
         if settings.extended_connect {
             builder.enable_connect_protocol();

@@ -19,6 +19,7 @@ use crate::{
         half_open::{HalfOpen, Place, Stage},
         scheduler::{AdmissionScheduler, Permit},
     },
+    flaw::{Flaw, flawed},
     io::{AcceptFailures, Listener, Stream},
     tls,
 };
@@ -75,6 +76,7 @@ impl Server {
             };
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
+                Err(_) if flawed(Flaw::AcceptErrorEnds) => break,
                 Err(error) => {
                     if failures.take(&self.listener, &error).await {
                         self.service.refused(Refusal::Accept);

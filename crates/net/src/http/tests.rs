@@ -1,5 +1,7 @@
 //! Listeners of each kind, on real sockets.
 
+mod known_bugs;
+
 use std::{
     convert::Infallible,
     io::ErrorKind,
@@ -41,6 +43,7 @@ const SOON: Duration = Duration::from_secs(10);
 /// A service with a path for each test. A request with `authorization` authenticates its connection.
 #[derive(Default)]
 struct Paths {
+    closed: AtomicUsize,
     refusals: Mutex<Vec<Refusal>>,
     resets: Mutex<Vec<Arc<StreamReset>>>,
     /// How streams ended that were taken over.
@@ -197,6 +200,10 @@ impl Connection for Client {
     fn going_away(&self, _: GoAway) {
         self.leaving.send_replace(true);
     }
+
+    fn closed(&self) {
+        self.of.closed.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// A server that runs.
@@ -217,7 +224,7 @@ impl Running {
         limits: Limits,
         tls: Option<tls::Live<rustls::ServerConfig>>,
     ) -> Self {
-        Self::start_as(protocols, limits, tls, API).await
+        Self::start_as(protocols, limits, tls, API, None).await
     }
 
     async fn start_as(
@@ -225,19 +232,13 @@ impl Running {
         limits: Limits,
         tls: Option<tls::Live<rustls::ServerConfig>>,
         settings: Settings,
+        age: Option<Age>,
     ) -> Self {
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".into())).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (service, lifecycle) = (Arc::<Paths>::default(), Lifecycle::default());
-        let server = Server {
-            listener,
-            tls,
-            protocols,
-            settings,
-            limits,
-            age: None,
-            service: Arc::clone(&service) as _,
-        };
+        let server =
+            Server { listener, tls, protocols, settings, limits, age, service: Arc::clone(&service) as _ };
         let task = tokio::spawn(server.run(lifecycle.clone()));
         Self { address, service, lifecycle, task }
     }

@@ -16,14 +16,15 @@ use std::{
 
 use cluster::{ReplicaHealth, Tracker};
 use ids::{AgentId, ReplicaId};
-use parking_lot::{Mutex, MutexGuard};
-use tokio::{
-    sync::{oneshot, watch},
-    time::Instant,
-};
+use tokio::{sync::watch, time::Instant};
 use tunnel::{
     features::Features,
     kas_end::{Retire, Tunnel, TunnelPool},
+};
+
+use crate::{
+    flaw::{Flaw, flawed},
+    sync::{Mutex, MutexGuard, oneshot},
 };
 
 /// Requests of one key follow closely if another one began within this time.
@@ -341,6 +342,10 @@ impl LeasePool {
         if let Some(tunnel) = state.pop(&key, needs) {
             return Ok(tunnel);
         }
+        if flawed(Flaw::PoolWaitAfterUnlock) {
+            drop(state);
+            state = self.state();
+        }
         state.serial += 1;
         let serial = state.serial;
         let Some(entry) = state.entry(&key, Instant::now()) else { return Err(None) };
@@ -484,7 +489,8 @@ fn give_back(tunnels: Vec<Arc<Tunnel>>) {
 #[cfg(test)]
 mod tests {
     use std::{
-        pin::Pin,
+        future::poll_fn,
+        pin::{Pin, pin},
         task::{Context, Poll, Waker},
     };
 
@@ -494,6 +500,7 @@ mod tests {
     use tunnel::kas_end::{AgentKind, Info, TunnelBody};
 
     use super::*;
+    use crate::flaw::must_fail_with;
 
     fn agent() -> AgentId {
         AgentId::new(3).unwrap()
@@ -647,5 +654,40 @@ mod tests {
         assert!(Arc::ptr_eq(&leased.take().unwrap(), &fits));
         assert!(acquire(Features::TARGET).is_err());
         assert!(acquire(Features::NONE).is_ok(), "the other one is still here");
+    }
+
+    /// Takes the tunnel of the pool and gives it back. `leaves`: does not wait for it.
+    async fn request(pool: Arc<LeasePool>, leaves: bool) {
+        match acquire(&pool) {
+            Ok(leased) => drop(leased),
+            Err(waiter) => {
+                let mut waiter = waiter.expect("few wait");
+                if leaves {
+                    poll_fn(|cx| Poll::Ready(drop(pin!(waiter.handed()).poll(cx)))).await;
+                    museum::schedule::point();
+                } else {
+                    drop(waiter.handed().await);
+                }
+            }
+        }
+    }
+
+    /// In any order of requests and of a tunnel that comes back, each request gets the tunnel once, and those
+    /// that have left do not keep it.
+    #[test]
+    fn schedules_of_waiting_requests_and_a_leased_tunnel() {
+        fn run() {
+            museum::schedule::explore_without_time(|| {
+                let pool = pool();
+                museum::schedule::block_on(heat(&pool, "/s/M"));
+                let requests = [false, false, true]
+                    .map(|leaves| museum::schedule::spawn(request(Arc::clone(&pool), leaves)));
+                let (_tunnel, _out) = returned(&pool, "/s/M");
+                museum::schedule::join(requests);
+                assert_eq!(pool.state().idle, 1);
+            });
+        }
+        run();
+        must_fail_with(Flaw::PoolWaitAfterUnlock, run);
     }
 }

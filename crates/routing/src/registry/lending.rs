@@ -3,18 +3,18 @@
 //! return the tunnel, which is never taken away.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
     task::{Context, Poll},
 };
 
-use futures_util::task::AtomicWaker;
 use ids::{ConnectionId, ReplicaId};
 use tunnel::{features::Features, kas_end::Tunnel};
 
 use super::{Grant, queue::QueueKey};
+use crate::{
+    flaw::{Flaw, flawed},
+    sync::{AtomicBool, AtomicWaker},
+};
 
 /// The replica that leases a tunnel, and what for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,7 +121,11 @@ impl TunnelLease {
 
     /// Ready once the borrower should be asked to return the tunnel. Only one task may poll it.
     pub fn poll_revoked(&self, cx: &Context<'_>) -> Poll<()> {
+        let revoked = flawed(Flaw::RevokedBeforeRegister) && self.revoke.revoked.load(Ordering::Acquire);
         self.revoke.waker.register(cx.waker());
+        if flawed(Flaw::RevokedBeforeRegister) {
+            return if revoked { Poll::Ready(()) } else { Poll::Pending };
+        }
         if self.revoke.revoked.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }
 

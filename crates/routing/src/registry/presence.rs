@@ -11,6 +11,7 @@ use tunnel::{
 };
 
 use super::{EndlessRequests, Lack, Needs, Refused};
+use crate::flaw::{Flaw, flawed};
 
 /// An agent stays announced for this long after its last tunnel ended. Tunnels of GitLab's agents end with
 /// each request, and must not make the agent appear and disappear in the table. Its processes are remembered
@@ -227,7 +228,7 @@ impl Presence {
             .iter_mut()
             .filter(|i| connection.is_none() || i.connection == connection)
             .filter(|i| i.idle.iter().any(serves))
-            .min_by_key(|i| i.busy)?;
+            .min_by_key(|i| if flawed(Flaw::OneProcess) { 0 } else { i.busy })?;
         let at = best.idle.iter().rposition(serves)?;
         best.busy += 1;
         let tunnel = best.idle.remove(at);

@@ -10,10 +10,13 @@ use std::{
 };
 
 use ids::{AgentId, ConnectionId, ReplicaId};
-use tokio::sync::oneshot;
 use tunnel::kas_end::Info;
 
 use super::{Gone, Grant, Needs, Refused, TunnelRegistry};
+use crate::{
+    flaw::{Flaw, flawed},
+    sync::oneshot,
+};
 
 /// Whose request it is: this replica's (`None`) or that of another one.
 pub(super) type Source = Option<ReplicaId>;
@@ -76,6 +79,9 @@ impl Queue {
 
     /// Removes a request, if it still waits.
     fn leave(&mut self, key: &QueueKey, serial: u64) {
+        if flawed(Flaw::WaiterNeverLeaves) {
+            return;
+        }
         let Some(queue) = self.queues.get_mut(key) else { return };
         if queue.remove(&serial).is_some() {
             self.waiting -= 1;

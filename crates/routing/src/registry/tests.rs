@@ -17,16 +17,17 @@ use tunnel::{
 };
 
 use super::{presence::LINGER, *};
+use crate::flaw::{Flaw, must_fail_with};
 
-const METHOD: &str = "/s/M";
+pub(super) const METHOD: &str = "/s/M";
 
-struct Lab {
-    registry: Arc<TunnelRegistry>,
+pub(super) struct Lab {
+    pub(super) registry: Arc<TunnelRegistry>,
     /// The bodies that HTTP/2 would hold.
     bodies: Vec<TunnelBody>,
 }
 
-fn agent() -> AgentId {
+pub(super) fn agent() -> AgentId {
     AgentId::new(3).unwrap()
 }
 
@@ -34,7 +35,7 @@ fn id(connection: i64) -> Option<ConnectionId> {
     Some(ConnectionId::new(connection).unwrap())
 }
 
-fn lab() -> Lab {
+pub(super) fn lab() -> Lab {
     let me = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
     let metrics = Arc::new(RequestMetrics::new(&mut Registry::default()));
     let limits =
@@ -56,9 +57,20 @@ fn info(kind: AgentKind, method: &str, instance: u64) -> Info {
     }
 }
 
+/// Asks for a tunnel, for a request of this replica or of another one.
+pub(super) fn ask(registry: &Arc<TunnelRegistry>, source: Option<&str>) -> Result<Acquired, Refused> {
+    let method = Arc::from(METHOD);
+    match source {
+        None => registry.acquire(agent(), &method, None, Features::NONE),
+        Some(replica) => {
+            registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None, Features::NONE)
+        }
+    }
+}
+
 impl Lab {
     /// An agent that sends nothing opens a tunnel.
-    fn tunnel(&mut self) {
+    pub(super) fn tunnel(&mut self) {
         self.tunnel_of(1, None);
     }
 
@@ -140,13 +152,7 @@ impl Lab {
     }
 
     fn ask(&self, source: Option<&str>) -> Result<Acquired, Refused> {
-        let method = Arc::from(METHOD);
-        match source {
-            None => self.registry.acquire(agent(), &method, None, Features::NONE),
-            Some(replica) => {
-                self.registry.acquire_for(&ReplicaId::new(replica), agent(), &method, None, Features::NONE)
-            }
-        }
+        ask(&self.registry, source)
     }
 
     fn ask_needing(&self, source: Option<&str>, needs: Features) -> Result<Acquired, Refused> {
@@ -595,4 +601,65 @@ async fn needs_of_a_later_version_are_refused_where_the_agent_is() {
     let lab = lab();
     assert!(matches!(lab.registry.refuse_unknown(agent()), Refused::NotHere(_)));
     assert_eq!(mixed().registry.refuse_unknown(agent()), Refused::UnknownNeed);
+}
+
+/// konnectivity 15: the newest connection of an agent was always chosen, and became the bottleneck.
+#[tokio::test]
+async fn connections_of_one_agent_are_balanced() {
+    fn run() {
+        let mut lab = lab();
+        // Three processes with four tunnels each.
+        for tunnel in 0..12 {
+            lab.tunnel_of(1 + tunnel % 3, id(1 + i64::try_from(tunnel % 3).unwrap()));
+        }
+        let mut held = Vec::new();
+        for requests in 1..=4 {
+            for _ in 0..3 {
+                let Ok(Acquired::Now(grant)) = lab.ask(None) else { panic!("a tunnel is idle") };
+                held.push(grant);
+            }
+            for process in 1..=3 {
+                let its = held.iter().filter(|grant| grant.tunnel().info().instance == process).count();
+                assert_eq!(its, requests, "of process {process}, with {} requests", held.len());
+            }
+        }
+    }
+    run();
+    must_fail_with(Flaw::OneProcess, run);
+}
+
+/// konnectivity 255 and later ones: abandoned dials leaked goroutines, sockets and memory.
+///
+/// The bound is in what is left: nothing at all. Requests that wait leave in every order, also after a tunnel
+/// was granted to them.
+#[tokio::test]
+async fn cancelled_requests_leak_nothing() {
+    fn run() {
+        for of in 1..=3 {
+            let mut lab = lab();
+            let mut waiting: Vec<_> = (0..90).map(|_| lab.wait(None)).collect();
+            assert_eq!(lab.registry.waiters.load(Ordering::Relaxed), 90);
+            // Half of them leave while there is no agent.
+            for n in 0..45 {
+                waiting.remove(n * of % waiting.len());
+            }
+            assert_eq!(lab.registry.counts(agent()), (0, 0, 45));
+            // The agent comes, and each of its tunnels is granted to one of them.
+            (0..10).for_each(|_| lab.tunnel());
+            let mut n = 0;
+            while !waiting.is_empty() {
+                n += of;
+                waiting.remove(n % waiting.len());
+            }
+            assert_eq!(lab.registry.counts(agent()), (10, 0, 0));
+            assert_eq!(lab.registry.waiters.load(Ordering::Relaxed), 0);
+            assert_eq!(lab.registry.metrics.waiters.get(), 0);
+            lab.registry.transport_closed(agent(), 1);
+            lab.bodies.clear();
+            assert!(lab.registry.shard(agent()).is_empty(), "the agent's entry stays");
+        }
+    }
+    run();
+    must_fail_with(Flaw::WaiterNeverLeaves, run);
+    must_fail_with(Flaw::GrantKeepsTunnel, run);
 }

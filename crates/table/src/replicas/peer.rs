@@ -125,8 +125,12 @@ impl Peer {
 
     /// Whether gossip and stream both vote for gone.
     pub(super) fn outvoted(&self) -> bool {
-        let stream = matches!(self.stream, StreamVote::Refused | StreamVote::Unanswered);
+        let stream = matches!(self.stream, StreamVote::Refused | StreamVote::Unanswered)
+            && !flawed(Flaw::RefusedIsNoVote);
         let gossip = self.gossip == GossipVote::Gone;
+        if flawed(Flaw::DrainingNeverDies) && self.state == ReplicaState::Draining {
+            return false;
+        }
         if flawed(Flaw::OneVoteKills) { stream || gossip } else { stream && gossip }
     }
 

@@ -13,7 +13,10 @@ use super::{
     mirror::{Source, Want},
     peer::{Peer, StreamVote},
 };
-use crate::{Identity, Message, Version};
+use crate::{
+    Identity, Message, Version,
+    flaw::{Flaw, flawed},
+};
 
 /// Delay between dials of a known replica: the first, doubled with each failure up to the second.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
@@ -244,7 +247,8 @@ impl Table {
             _ => (false, false),
         };
         let resume = peer.epoch.zip(peer.copy.version).filter(|_| !whole);
-        if resume.is_none() && (wait || self.running_snapshots() >= self.limits.snapshots) {
+        let most = if flawed(Flaw::OneSnapshot) { 1 } else { self.limits.snapshots };
+        if resume.is_none() && (wait || self.running_snapshots() >= most) {
             return;
         }
         let (address, stream) = (peer.address.clone(), StreamId(self.next_stream));

@@ -21,6 +21,7 @@ use super::{
     set_waker,
 };
 use crate::{
+    flaw::{Flaw, flawed},
     frame::{COPY, Event, GATHER, request},
     meta,
     state::{Mode, Step, Verdict},
@@ -135,6 +136,10 @@ impl Exchange {
                 if core.dead || core.end.is_ended() {
                     drop(core);
                     return Poll::Ready(Err(self.fail(Verdict::Unknown, broken(""))));
+                }
+                if flawed(Flaw::WakerAfterUnlock) {
+                    drop(core);
+                    core = self.tunnel.core();
                 }
                 set_waker(&mut core.exchange_waker, cx);
                 drop(core);
@@ -334,7 +339,7 @@ impl Exchange {
             let retiring = core.retire.is_some();
             drop(core);
             drop(job);
-            if !retiring {
+            if !retiring && !flawed(Flaw::LeaverKeepsTunnel) {
                 self.tunnel.pool.parked(&self.tunnel);
             }
             return;

@@ -12,7 +12,6 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame as HttpFrame};
-use parking_lot::MutexGuard;
 use tokio::time::{Instant, Sleep};
 
 use super::{
@@ -24,6 +23,7 @@ use super::{
 use crate::{
     frame::{self, COPY, Decoder, Event, GATHER, Splitter, response},
     state::{Mode, Step},
+    sync::MutexGuard,
 };
 
 /// For this long after the caller has left, the answer of a 14.1 agent is read instead of resetting its

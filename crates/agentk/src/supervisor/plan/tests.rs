@@ -1,7 +1,7 @@
 use grpc::{Code, Status};
 
 use super::*;
-use crate::replica::ReplicaInfo;
+use crate::{flaw::must_fail_with, replica::ReplicaInfo};
 
 /// A plan, and a clock that the test controls.
 struct World {
@@ -540,4 +540,31 @@ fn shortage_and_its_end_are_logged_once() {
     let actions = world.answers(id, "b", 2);
     assert!(actions.contains(&Action::Recovered), "{actions:?}");
     assert_eq!(world.next_actions(), []);
+}
+
+/// k3s 11329: an agent that had been offline for a day never reconnected.
+///
+/// A day is simulated, in which every attempt fails. Then kas is back, and the next attempt is near. The
+/// bound on the work: no more attempts than one in five seconds on average, with some to spare.
+#[test]
+fn agent_reconnects_after_24h_sim() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    fn run() {
+        let mut world = World::new(2);
+        let (begun, mut attempts) = (world.now, 0_u64);
+        while world.now < begun + DAY {
+            world.dials_after();
+            attempts += 1;
+            world.plan.dial_failed(world.now);
+        }
+        let late = world.now - (begun + DAY);
+        assert!(late <= PAUSE.1, "the first attempt after a day came {late:?} late");
+        let expected = DAY.as_secs() / (PAUSE.1.as_secs() / 2);
+        assert!((expected * 9 / 10..=expected * 11 / 10).contains(&attempts), "{attempts} attempts");
+        assert!(world.dials_after() <= PAUSE.1);
+        let (_, begin) = world.connected();
+        assert_eq!(begin, Begin::Tunnels);
+    }
+    run();
+    must_fail_with(Flaw::EndlessBackoff, run);
 }

@@ -1,0 +1,442 @@
+//! `cargo xtask museum`: shows that each public bug of other systems is caught by a test here.
+//!
+//! Each test runs in both directions: with the code as it is, in which it must pass, and with a *flaw*, a
+//! switch that brings the bug back, with which it must fail. The switches of crates exist in their own tests
+//! only. Tests with real processes need a build of kas with the feature `flaws`, which never ships:
+//! [`absence`] proves that.
+
+mod rows;
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
+
+use devkit::{
+    report::{Style, line},
+    workspace::{self, cargo, shown},
+};
+
+use self::rows::{Exhibit, Process, ROWS, Row};
+
+const HELP: &str = "\
+Examples:
+  cargo xtask museum                    the tests of crates, in both directions: about a minute after the build
+  cargo xtask museum 13 23              only these rows
+  cargo xtask museum --processes        also the tests with real processes, with a build of kas that has flaws
+  cargo xtask museum --processes --slow also those that take a minute or more
+  cargo xtask museum --docs             write docs/museum.md
+Exit codes: 0, every test passed and was seen to fail; 1, one was not.";
+
+/// The variable that chooses the flaw of a process. No program that ships contains its name.
+const VARIABLE: &str = "KAS_FLAW";
+
+/// Arguments of `museum`.
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub(crate) struct MuseumArgs {
+    /// Only these rows
+    #[arg(value_name = "NUMBER")]
+    numbers: Vec<usize>,
+    /// Also the tests with real processes
+    #[arg(long)]
+    processes: bool,
+    /// With --processes: also those that take a minute or more
+    #[arg(long, requires = "processes")]
+    slow: bool,
+    /// Write docs/museum.md, and run nothing
+    #[arg(long)]
+    docs: bool,
+}
+
+/// The result of one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    /// As it must be: the right build passes, or the broken one fails.
+    Good,
+    Bad,
+    /// It was not run, or the other direction was not reached.
+    NotRun,
+    /// There is no switch for it.
+    NoFlaw,
+}
+
+/// The results of one test.
+#[derive(Debug)]
+struct Shown {
+    number: usize,
+    test: String,
+    place: String,
+    flaw: String,
+    right: Seen,
+    broken: Seen,
+}
+
+/// Runs the museum, and prints its table.
+pub(crate) fn run(args: &MuseumArgs) -> Result<ExitCode> {
+    if args.docs {
+        fs::write(page_path(), page()).context("cannot write docs/museum.md")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for number in &args.numbers {
+        ensure!(
+            ROWS.iter().any(|row| row.number == *number),
+            "there is no row {number}: 1 to {}",
+            ROWS.len()
+        );
+    }
+    let rows: Vec<&Row> =
+        ROWS.iter().filter(|row| args.numbers.is_empty() || args.numbers.contains(&row.number)).collect();
+    let mut results = exhibits(&rows)?;
+    if args.processes {
+        let chosen: Vec<(usize, &Process)> = rows
+            .iter()
+            .flat_map(|row| row.processes.iter().map(|process| (row.number, process)))
+            .filter(|(_, process)| args.slow || !process.is_slow)
+            .collect();
+        results.extend(processes(&chosen)?);
+    }
+    results.sort_by_key(|shown| shown.number);
+    print(&rows, &results);
+    let is_good = results.iter().all(|shown| shown.right == Seen::Good)
+        && results.iter().all(|shown| matches!(shown.broken, Seen::Good | Seen::NoFlaw));
+    Ok(if is_good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Runs the tests of crates.
+fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
+    let mut by_package: BTreeMap<&str, Vec<(usize, Exhibit)>> = BTreeMap::new();
+    for row in rows {
+        for exhibit in row.exhibits {
+            by_package.entry(exhibit.package).or_default().push((row.number, *exhibit));
+        }
+    }
+    let mut results = Vec::new();
+    for (package, exhibits) in by_package {
+        let mut command = cargo();
+        command.args(["test", "-p", package, "--lib", "--", "--exact", "--show-output"]);
+        command.args(exhibits.iter().map(|(_, exhibit)| exhibit.test));
+        let output = output(command)?;
+        for (number, exhibit) in exhibits {
+            let (right, broken) = directions(&output, &exhibit);
+            results.push(Shown {
+                number,
+                test: exhibit.test.to_owned(),
+                place: package.to_owned(),
+                flaw: exhibit.flaws.join(", "),
+                right,
+                broken,
+            });
+        }
+    }
+    Ok(results)
+}
+
+/// Reads the results of both directions from the output of the test runner. The test first runs without a
+/// flaw, and then prints a line for each flaw with which it failed.
+fn directions(output: &str, exhibit: &Exhibit) -> (Seen, Seen) {
+    let result = format!("test {} ... ", exhibit.test);
+    let result = output.lines().find_map(|line| line.strip_prefix(&result));
+    let printed = printed_by(output, exhibit.test);
+    let detects = |flaw: &&str| printed.contains(&format!("museum: {flaw} detected: "));
+    let detected = exhibit.flaws.iter().filter(|flaw| detects(flaw)).count();
+    match result {
+        Some("ok") if detected == exhibit.flaws.len() => (Seen::Good, Seen::Good),
+        // It does not switch on what this table says.
+        Some("ok") => (Seen::Good, Seen::Bad),
+        Some(_) if detected > 0 || printed.contains("so it cannot detect it") => (Seen::Good, Seen::Bad),
+        Some(_) => (Seen::Bad, Seen::NotRun),
+        None => (Seen::NotRun, Seen::NotRun),
+    }
+}
+
+/// Returns what a test has printed.
+fn printed_by<'a>(output: &'a str, test: &str) -> &'a str {
+    let head = format!("---- {test} stdout ----\n");
+    let Some(start) = output.find(&head).map(|at| at + head.len()) else { return "" };
+    let printed = &output[start..];
+    &printed[..printed.find("\n---- ").unwrap_or(printed.len())]
+}
+
+/// Runs the tests with real processes.
+fn processes(chosen: &[(usize, &Process)]) -> Result<Vec<Shown>> {
+    let programs = broken_programs()?;
+    let mut results = Vec::new();
+    for (number, process) in chosen {
+        let passes = |flaw: Option<&str>| -> Result<bool> {
+            let mut command = cargo();
+            command.args(["test", "-p", "tests", "--test", process.program, "--"]);
+            command.args(["--exact", "--include-ignored", process.test]);
+            command.env("KAS_PROGRAMS", &programs).env_remove(VARIABLE);
+            if let Some(flaw) = flaw {
+                command.env(VARIABLE, flaw);
+            }
+            let output = output(command)?;
+            let result = format!("test {} ... ", process.test);
+            match output.lines().find_map(|line| line.strip_prefix(&result)) {
+                Some(result) => Ok(result == "ok"),
+                None => bail!("{} has no test {}", process.program, process.test),
+            }
+        };
+        let right = if passes(None)? { Seen::Good } else { Seen::Bad };
+        let broken = match process.flaw {
+            None => Seen::NoFlaw,
+            Some(_) if right == Seen::Bad => Seen::NotRun,
+            Some(flaw) if passes(Some(flaw))? => Seen::Bad,
+            Some(_) => Seen::Good,
+        };
+        results.push(Shown {
+            number: *number,
+            test: process.test.to_owned(),
+            place: format!("tests/{}", process.program),
+            flaw: process.flaw.unwrap_or_default().to_owned(),
+            right,
+            broken,
+        });
+    }
+    Ok(results)
+}
+
+/// Builds a folder with the programs that tests start, in which kas has flaws.
+fn broken_programs() -> Result<PathBuf> {
+    let mut programs = workspace::build_programs(false);
+    programs.args(["--features", "agentk/bench"]);
+    let mut broken = cargo();
+    broken.args(["build", "-p", "kas", "--features", "flaws", "--example", "with-flaws"]);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let programs = runtime.block_on(workspace::build(programs))?;
+    let broken = runtime.block_on(workspace::build(broken))?;
+    let folder = workspace::root().join("target/museum");
+    fs::create_dir_all(&folder).context("cannot make target/museum")?;
+    for (name, path) in [
+        ("kas", broken.path("with-flaws")?),
+        ("agentk", programs.path("agentk")?),
+        ("kasctl", programs.path("kasctl")?),
+    ] {
+        let to = folder.join(name);
+        fs::copy(path, &to).with_context(|| format!("cannot write {}", to.display()))?;
+    }
+    Ok(folder)
+}
+
+/// Runs a command of cargo and returns its standard output, of a failure too.
+fn output(mut command: Command) -> Result<String> {
+    line(format_args!("running: {}", shown(&command)));
+    let output =
+        command.stdin(Stdio::null()).stderr(Stdio::inherit()).output().context("cannot run cargo")?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn print(rows: &[&Row], results: &[Shown]) {
+    let style = Style::of_stdout();
+    let seen = |seen: Seen, good: &str, bad: &str| match seen {
+        Seen::Good => style.good(good),
+        Seen::Bad => style.bad(bad),
+        Seen::NotRun => style.bad("not run"),
+        Seen::NoFlaw => "no switch".to_owned(),
+    };
+    line("");
+    for row in rows {
+        line(style.bold(format_args!("{:>2}  {}", row.number, row.bug)));
+        if let Some(bound) = row.bound {
+            line(format_args!("      bound: {bound}"));
+        }
+        for shown in results.iter().filter(|shown| shown.number == row.number) {
+            line(format_args!(
+                "      {} in {}: right build {}; {} {}",
+                shown.test,
+                shown.place,
+                seen(shown.right, "passes", "FAILS"),
+                if shown.flaw.is_empty() { "broken build" } else { &shown.flaw },
+                seen(shown.broken, "fails, as it must", "PASSES"),
+            ));
+        }
+    }
+    let both = |shown: &&Shown| shown.right == Seen::Good && shown.broken == Seen::Good;
+    line(format_args!(
+        "\n{} of {} tests pass with the right build and fail with the broken one",
+        results.iter().filter(both).count(),
+        results.len()
+    ));
+}
+
+fn page_path() -> PathBuf {
+    workspace::root().join("docs/museum.md")
+}
+
+/// Returns docs/museum.md.
+fn page() -> String {
+    let mut page = "\
+# The bug museum
+
+<!-- Written by `cargo xtask museum --docs`; a test compares. -->
+
+Public bugs of other systems that do what kas does. For each there is a test that would have found it, and the
+proof that it can fail: a *flaw*, a switch that brings the bug back. `cargo xtask museum` runs each test in both
+directions and prints this table with the results; `--processes` also runs those that start real replicas.
+
+The switches are the enums `Flaw` of the crates. They exist in the tests of their crate, and in a build of kas with
+the feature `flaws`, where the variable `KAS_FLAW` chooses one. That build never ships: `cargo xtask ci` searches the
+programs for the variable's name.
+
+Tests named `schedules_of_…` explore the order in which tasks run (crate `museum`). They run two thousand orders in
+the suite. For more:
+
+```sh
+KAS_SCHEDULES=100000 cargo test -p routing -p net -p tunnel --lib schedules
+```
+
+| # | public bug | test | where | flaw |
+| --- | --- | --- | --- | --- |
+"
+    .to_owned();
+    for row in ROWS {
+        let mut first = true;
+        let mut add = |test: &str, place: String, flaw: String| {
+            let (number, bug) = if std::mem::take(&mut first) {
+                (row.number.to_string(), row.bug)
+            } else {
+                Default::default()
+            };
+            let test = test.rsplit("::").next().unwrap_or(test);
+            // A String takes everything.
+            let _ = writeln!(page, "| {number} | {bug} | `{test}` | {place} | {flaw} |");
+        };
+        for exhibit in row.exhibits {
+            let flaws: Vec<String> = exhibit.flaws.iter().map(|flaw| format!("`{flaw}`")).collect();
+            add(exhibit.test, format!("`crates/{}`", exhibit.package), flaws.join(", "));
+        }
+        for process in row.processes {
+            let flaw = process.flaw.map_or("see its text".to_owned(), |flaw| format!("`{flaw}`"));
+            let slow = if process.is_slow { ", slow" } else { "" };
+            add(process.test, format!("processes: `tests/{}`{slow}", process.program), flaw);
+        }
+    }
+    page.push_str("\nCosts are bounded in counted work, not in time:\n\n");
+    for row in ROWS {
+        if let Some(bound) = row.bound {
+            let _ = writeln!(page, "* {}: {bound}.", row.number);
+        }
+    }
+    page
+}
+
+/// Fails if a program that was built has the switches of the museum.
+pub(crate) fn absence() -> Result<()> {
+    let folder =
+        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace::root().join("target"), Into::into);
+    let mut found = 0;
+    for profile in ["debug", "release", "dist"] {
+        for program in ["kas", "agentk", "kasctl"] {
+            let path = folder.join(profile).join(program);
+            if path.is_file() {
+                found += 1;
+                lacks(&path)?;
+            }
+        }
+    }
+    ensure!(found > 0, "no program is built in {}", folder.display());
+    line(format_args!("{found} programs have no flaws"));
+    Ok(())
+}
+
+fn lacks(program: &Path) -> Result<()> {
+    let bytes = fs::read(program).with_context(|| format!("cannot read {}", program.display()))?;
+    let has = bytes.windows(VARIABLE.len()).any(|window| window == VARIABLE.as_bytes());
+    ensure!(!has, "{} was built with the feature flaws: it contains {VARIABLE}", program.display());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(of: &Path) -> String {
+        let mut text = String::new();
+        let mut folders = vec![of.to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+            {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|extension| extension == "rs") {
+                    text.push_str(&fs::read_to_string(&path).unwrap());
+                }
+            }
+        }
+        text
+    }
+
+    #[test]
+    fn every_test_and_flaw_of_the_table_exists() {
+        let numbers: Vec<_> = ROWS.iter().map(|row| row.number).collect();
+        assert_eq!(numbers, (1..=25).collect::<Vec<_>>());
+        let mut sources: BTreeMap<PathBuf, String> = BTreeMap::new();
+        let mut has = |folder: PathBuf, what: &str| {
+            let text = sources.entry(folder.clone()).or_insert_with(|| source(&folder));
+            assert!(text.contains(what), "{} has no {what}", folder.display());
+        };
+        let function = |test: &str| format!("fn {}(", test.rsplit("::").next().unwrap());
+        for row in ROWS {
+            assert!(!row.exhibits.is_empty(), "{}", row.number);
+            for exhibit in row.exhibits {
+                let folder = workspace::root().join("crates").join(exhibit.package).join("src");
+                has(folder.clone(), &function(exhibit.test));
+                for flaw in exhibit.flaws {
+                    has(folder.clone(), &format!("flawed(Flaw::{flaw})"));
+                }
+            }
+            for process in row.processes {
+                has(workspace::root().join("tests/tests"), &function(process.test));
+                if let Some(flaw) = process.flaw {
+                    // Only crates with the feature have it in processes.
+                    let crates = ["gossip", "net", "table"].iter().filter(|name| {
+                        let path = workspace::root().join("crates").join(name).join("src/flaw.rs");
+                        fs::read_to_string(path).unwrap().contains(&format!(" {flaw},"))
+                    });
+                    assert_eq!(crates.count(), 1, "{flaw}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_page_is_that_of_the_table() {
+        let written = fs::read_to_string(page_path()).unwrap();
+        assert!(written == page(), "docs/museum.md is stale: cargo xtask museum --docs");
+    }
+
+    #[test]
+    fn both_directions_are_read_from_the_output_of_the_tests() {
+        let exhibit = Exhibit { package: "table", test: "tests::one", flaws: &["A", "B"] };
+        let output = |result: &str, printed: &str| {
+            format!(
+                "test tests::one ... {result}\n\nsuccesses:\n\n---- tests::one stdout ----\n{printed}\n---- x\n"
+            )
+        };
+        let both = "museum: A detected: x\nmuseum: B detected: y";
+        assert_eq!(directions(&output("ok", both), &exhibit), (Seen::Good, Seen::Good));
+        assert_eq!(directions(&output("ok", "museum: A detected: x"), &exhibit), (Seen::Good, Seen::Bad));
+        let misses = "the test passes with the flaw A, so it cannot detect it";
+        assert_eq!(directions(&output("FAILED", misses), &exhibit), (Seen::Good, Seen::Bad));
+        assert_eq!(directions(&output("FAILED", "assertion failed"), &exhibit), (Seen::Bad, Seen::NotRun));
+        assert_eq!(directions("test tests::two ... ok", &exhibit), (Seen::NotRun, Seen::NotRun));
+    }
+
+    #[test]
+    fn a_program_with_flaws_is_recognized() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kas");
+        fs::write(&path, b"\x7fELF without").unwrap();
+        lacks(&path).unwrap();
+        fs::write(&path, [b"\x7fELF ".as_slice(), VARIABLE.as_bytes(), b"\0"].concat()).unwrap();
+        assert!(lacks(&path).unwrap_err().to_string().contains("feature flaws"));
+    }
+}
