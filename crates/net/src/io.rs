@@ -127,7 +127,12 @@ impl Stream {
     pub fn is_broken(&self) -> bool {
         match self {
             Self::Http2(stream) => stream.is_broken(),
-            Self::Tcp(_) | Self::Unix(_) | Self::Tls(_) | Self::Rewound(_) | Self::WebSocket(_) | Self::Other(_) => false,
+            Self::Tcp(_)
+            | Self::Unix(_)
+            | Self::Tls(_)
+            | Self::Rewound(_)
+            | Self::WebSocket(_)
+            | Self::Other(_) => false,
         }
     }
 

@@ -9,7 +9,8 @@ use super::*;
 
 /// A server that announces extended CONNECT.
 async fn start(limits: Limits) -> Running {
-    Running::start_as(Protocols::Http1And2, limits, None, Settings { extended_connect: true, ..API }, None).await
+    Running::start_as(Protocols::Http1And2, limits, None, Settings { extended_connect: true, ..API }, None)
+        .await
 }
 
 /// Connects a client.
