@@ -109,7 +109,7 @@ pub(crate) const T_KILL: Row = times(
     100.0,
     500.0,
     "kas 5 min; Akka 25 to 45 s; Phoenix, konnectivity 30 s; memberlist 5 s; Restate 1 s",
-    "SIGKILL to the first look, each 50 ms, at a survivor's list of replicas without it",
+    "SIGKILL to the first look, each 50 ms, at a survivor's list of replicas that has it neither live nor suspect",
 );
 pub(crate) const T_PURGE: Row = times(
     "T_purge",
@@ -137,7 +137,7 @@ pub(crate) const T_BLACKHOLE: Row = times(
     2_000.0,
     3_000.0,
     "as T_kill",
-    "all packets dropped to the first look at another replica's list without it",
+    "all packets to the other replicas dropped to the first look, each 500 ms, at which they do not trust it (gone or suspect)",
 );
 pub(crate) const T_HEAL: Row = times(
     "T_heal",
@@ -151,7 +151,7 @@ pub(crate) const T_RESUME: Row = times(
     1_000.0,
     1_000.0,
     "etcd 20418: stale reads after a pause",
-    "SIGCONT to the first look at each other replica's list with it",
+    "SIGCONT to the first look, each 500 ms, at which each other replica trusts it",
 );
 pub(crate) const T_HALFOPEN: Row = times(
     "T_halfopen",

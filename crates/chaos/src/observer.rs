@@ -43,7 +43,7 @@ pub(crate) struct Observed {
 /// What a replica answered about the watched agents.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
-    /// The replicas that it takes for alive.
+    /// The replicas that it trusts: those that it takes for alive, without suspect ones.
     pub(crate) live: BTreeSet<String>,
     /// Which replicas hold each agent, as it sees it.
     pub(crate) agents: BTreeMap<i64, BTreeSet<String>>,
@@ -115,10 +115,12 @@ async fn list(caller: &Caller) -> Result<ListReplicasResponse> {
     caller.unary(LIST_REPLICAS, &ListReplicasRequest {}).await
 }
 
-/// Returns the replicas that the one that was asked takes for alive, with the versions of their tables.
-fn live(list: &ListReplicasResponse) -> BTreeMap<String, Version> {
-    let live =
-        list.replicas.iter().filter(|row| ["self", "live", "draining"].contains(&row.standing.as_str()));
+/// Returns the replicas that the one that was asked takes for alive, with the versions of their tables:
+/// suspect ones too, or only those that it trusts.
+fn live(list: &ListReplicasResponse, suspect: bool) -> BTreeMap<String, Version> {
+    let alive =
+        |standing: &str| matches!(standing, "self" | "live" | "draining") || suspect && standing == "suspect";
+    let live = list.replicas.iter().filter(|row| alive(&row.standing));
     live.map(|row| {
         // Before gossip has told the generation, the table may already be there.
         let epoch = (row.generation > 0).then_some(row.generation);
@@ -143,7 +145,7 @@ async fn membership(replica: &Observed, client: &Client, history: &Shared) {
             process: own,
             at,
             until: at,
-            live: live(&list),
+            live: live(&list, true),
             agents: None,
             connections: None,
         };
@@ -171,7 +173,7 @@ fn push(views: &mut Vec<View>, view: View) {
 pub(crate) async fn look(caller: &Caller, watched: &[i64]) -> Result<(u64, Seen)> {
     let list = list(caller).await?;
     let generation = list.replicas.first().map_or(0, |row| row.generation);
-    let mut seen = Seen { live: live(&list).into_keys().collect(), ..Seen::default() };
+    let mut seen = Seen { live: live(&list, false).into_keys().collect(), ..Seen::default() };
     for agent in watched {
         let answer: ExplainAgentResponse =
             caller.unary(EXPLAIN_AGENT, &ExplainAgentRequest { agent_id: *agent }).await?;

@@ -38,6 +38,17 @@ const AGENT_HOSTS: usize = 2;
 /// Everything that a run waits for takes at most this long.
 const LONG: Duration = Duration::from_secs(40);
 
+/// How a replica is there in the view of another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// In its list of replicas, live or suspect.
+    Listed,
+    /// In its list, and not suspect.
+    Trusted,
+    /// It holds agents.
+    Holding,
+}
+
 /// How a scenario is set up.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
@@ -54,6 +65,8 @@ pub(crate) struct Setup {
     pub(crate) work: u64,
     /// Configuration of kas over that of every run.
     pub(crate) config: serde_json::Value,
+    /// The only replica that the first agents connect to; `None`: any.
+    pub(crate) only: Option<usize>,
     /// Replicas that are started at first; the others when the scenario says so.
     pub(crate) started: usize,
 }
@@ -68,6 +81,7 @@ impl Default for Setup {
             connections: 2,
             work: 20,
             config: json!({}),
+            only: None,
             started: usize::MAX,
         }
     }
@@ -148,10 +162,7 @@ impl Run {
             kubernetes: (mesh.api(*n).ip(), KUBERNETES).into(),
         });
         let client = Client::new(doors.collect(), mesh.api_secret().to_vec(), user.clone());
-        std::fs::write(
-            folder.path().join("forbidden"),
-            [user, client.token(), String::from_utf8_lossy(mesh.private_secret()).into_owned()].join("\n"),
-        )?;
+        std::fs::write(folder.path().join("forbidden"), [user, client.token()].join("\n"))?;
         let history = Shared::default();
         history.lock().header = history::Header {
             scenario: id.to_owned(),
@@ -187,7 +198,8 @@ impl Run {
             run.lives(n);
         }
         let plan = (1, run.setup.agents, run.setup.clusters, run.setup.connections);
-        run.swarm(plan, None, 0).await?;
+        let only = run.setup.only;
+        run.swarm(plan, only, 0).await?;
         run.settled(LONG).await.context("before the first fault")?;
         Ok(run)
     }
@@ -410,31 +422,32 @@ impl Run {
         self.measured[index].values.extend(values);
     }
 
-    /// Measures, for each other running replica, the time from `since` to its first look that `accept`s the
-    /// replicas that it takes for alive (`agents`: those that hold the watched agents).
+    /// Measures, for each other running replica, the time from `since` to its first look at which the replica
+    /// is there in this way, or is not.
     pub(crate) async fn seen_by_others(
         &mut self,
         row: &Row,
         n: usize,
         since: Micros,
-        agents: bool,
+        way: Way,
         present: bool,
     ) -> Result<()> {
         let name = self.name(n);
         let others: Vec<String> =
             self.mesh.running().into_iter().filter(|other| *other != n).map(|n| self.name(n)).collect();
-        let history = Arc::clone(&self.history);
+        let shared = Arc::clone(&self.history);
         let times = within(LONG, &format!("the others see that {name} is there: {present}"), async || {
-            let history = history.lock();
+            let history = shared.lock();
             let first = |observer: &String| {
                 let looks = history.views.iter().filter(|view| {
-                    view.observer == *observer && view.agents.is_some() == agents && view.until >= since
+                    let kind = view.agents.is_some() == (way != Way::Listed);
+                    view.observer == *observer && kind && view.until >= since
                 });
-                let holds = |view: &history::View| match &view.agents {
-                    None => view.live.contains_key(&name),
-                    Some(agents) => agents.values().any(|holders| holders.contains(&name)),
+                let there = |view: &history::View| match (way, &view.agents) {
+                    (Way::Holding, Some(agents)) => agents.values().any(|holders| holders.contains(&name)),
+                    _ => view.live.contains_key(&name),
                 };
-                looks.filter(|view| holds(view) == present).map(|view| view.at.max(since)).min()
+                looks.filter(|view| there(view) == present).map(|view| view.at.max(since)).min()
             };
             let times: Option<Vec<Micros>> = others.iter().map(first).collect();
             Ok(times.ok_or("not all"))
@@ -444,8 +457,9 @@ impl Run {
         Ok(())
     }
 
-    /// Counts replicas that lived and disappeared from a list in this time.
-    pub(crate) fn false_deaths(&self, from: Micros, to: Micros) -> u32 {
+    /// Counts replicas that lived and were neither live nor suspect in a list of these observers in this time.
+    pub(crate) fn false_deaths(&self, from: Micros, to: Micros, observers: &[usize]) -> u32 {
+        let observers: BTreeSet<String> = observers.iter().map(|n| self.name(*n)).collect();
         let history = self.history.lock();
         let all: BTreeSet<&str> = history
             .lives
@@ -455,7 +469,8 @@ impl Run {
             .collect();
         let mut deaths = 0;
         for view in &history.views {
-            if view.agents.is_none() && view.until >= from && view.at <= to {
+            let lists = view.agents.is_none() && observers.contains(&view.observer);
+            if lists && view.until >= from && view.at <= to {
                 let missing = all.iter().filter(|name| !view.live.contains_key(**name)).count();
                 deaths += u32::try_from(missing).unwrap_or(u32::MAX);
             }

@@ -16,7 +16,7 @@ use super::{process::RATE, time};
 use crate::{
     clock::{self, millis},
     measure::{FALSE_DEATHS, T_BLACKHOLE, T_HALFOPEN, T_HEAL},
-    run::{Run, between},
+    run::{Run, Way, between},
 };
 
 /// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals.
@@ -27,7 +27,8 @@ async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Dur
     let fault = run.cut(what, cuts)?;
     sleep(lasting).await;
     if deaths {
-        let deaths = run.false_deaths(from, clock::now());
+        let all: Vec<usize> = (0..run.setup.replicas).collect();
+        let deaths = run.false_deaths(from, clock::now(), &all);
         run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     }
     run.heal(fault)?;
@@ -36,7 +37,7 @@ async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Dur
 
 pub(super) async fn pair(run: &mut Run) -> Result<()> {
     let lasting = time(run, 10, 30);
-    cut(run, "replicas 0 and 1 are cut", &between(&[0], &[1], Traffic::All), false, lasting).await
+    cut(run, "replicas 0 and 1 are cut", &between(&[0], &[1], Traffic::All), true, lasting).await
 }
 
 pub(super) async fn isolated(run: &mut Run) -> Result<()> {
@@ -44,7 +45,7 @@ pub(super) async fn isolated(run: &mut Run) -> Result<()> {
     sleep(Duration::from_secs(2)).await;
     let at = clock::now();
     let fault = run.cut("replica 2 is cut from 0 and 1", &between(&[2], &[0, 1], Traffic::All))?;
-    run.seen_by_others(&T_BLACKHOLE, 2, at, false, false).await?;
+    run.seen_by_others(&T_BLACKHOLE, 2, at, Way::Trusted, false).await?;
     sleep(time(run, 8, 30)).await;
     run.heal(fault)?;
     run.heals(&T_HEAL).await
@@ -63,7 +64,8 @@ pub(super) async fn deaf(run: &mut Run) -> Result<()> {
     let list: ListReplicasResponse = caller.unary(LIST_REPLICAS, &ListReplicasRequest {}).await?;
     ensure!(!list.alarms.is_empty(), "a replica that hears nobody raises no alarm: {list:?}");
     run.notes.push(format!("Replica 0 says: {}", list.alarms.join("; ")));
-    let deaths = run.false_deaths(from, clock::now());
+    // What the deaf one takes for dead is its own affair.
+    let deaths = run.false_deaths(from, clock::now(), &[1, 2]);
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     run.heal(fault)?;
     run.heals(&T_HEAL).await
@@ -90,12 +92,12 @@ pub(super) async fn flapping(run: &mut Run) -> Result<()> {
 pub(super) async fn ring(run: &mut Run) -> Result<()> {
     let cuts = [between(&[0], &[2], Traffic::All), between(&[1], &[3], Traffic::All)].concat();
     let lasting = time(run, 10, 30);
-    cut(run, "a ring of 0, 1, 2, 3", &cuts, false, lasting).await
+    cut(run, "a ring of 0, 1, 2, 3", &cuts, true, lasting).await
 }
 
 pub(super) async fn bridge(run: &mut Run) -> Result<()> {
     let lasting = time(run, 10, 30);
-    cut(run, "0, 1 | 3, and 2 sees both", &between(&[0, 1], &[3], Traffic::All), false, lasting).await
+    cut(run, "0, 1 | 3, and 2 sees both", &between(&[0, 1], &[3], Traffic::All), true, lasting).await
 }
 
 pub(super) async fn join(run: &mut Run) -> Result<()> {

@@ -13,9 +13,11 @@ use crate::{
     clock::{self, millis},
     judge,
     measure::{FALSE_DEATHS, T_DRAIN, T_FAILOVER, T_FAILOVER_2C, T_HEAL, T_KILL, T_PURGE, T_RESUME},
-    run::Run,
+    run::{Run, Way},
 };
 
+/// Observers of scenarios with three replicas.
+const ALL: [usize; 3] = [0, 1, 2];
 /// Requests in a second of most scenarios.
 pub(super) const RATE: u32 = 200;
 
@@ -23,8 +25,8 @@ pub(super) const RATE: u32 = 200;
 async fn kill_and_return(run: &mut Run, n: usize) -> Result<()> {
     let (only, also) = run.held_by(n);
     let at = run.kill(n).await?;
-    run.seen_by_others(&T_KILL, n, at, false, false).await?;
-    run.seen_by_others(&T_PURGE, n, at, true, false).await?;
+    run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
+    run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
     sleep(Duration::from_secs(4)).await;
     let (only, also) = (run.first_responses(&only, at), run.first_responses(&also, at));
     run.measure(&T_FAILOVER, only);
@@ -36,8 +38,8 @@ pub(super) async fn killed_idle(run: &mut Run) -> Result<()> {
     for _ in 0..if run.quick { 1 } else { 5 } {
         let n = run.rng.random_range(0..run.setup.replicas);
         let at = run.kill(n).await?;
-        run.seen_by_others(&T_KILL, n, at, false, false).await?;
-        run.seen_by_others(&T_PURGE, n, at, true, false).await?;
+        run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
+        run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
         run.restart(n).await?;
         run.heals(&T_HEAL).await?;
     }
@@ -58,7 +60,6 @@ pub(super) async fn killed_under_load(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn router_killed(run: &mut Run) -> Result<()> {
-    // Agents of a swarm of their own, on replica 0 only; replica 1 routes, and is killed.
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
     for n in [1, 2] {
@@ -125,11 +126,11 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
     let at = clock::now();
     run.pause(n, Duration::from_millis(500)).await;
     sleep(Duration::from_secs(2)).await;
-    let deaths = run.false_deaths(at, clock::now());
+    let deaths = run.false_deaths(at, clock::now(), &ALL);
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     for seconds in if run.quick { &[5][..] } else { &[5, 60][..] } {
         let resumed = run.pause(n, Duration::from_secs(*seconds)).await;
-        run.seen_by_others(&T_RESUME, n, resumed, false, true).await?;
+        run.seen_by_others(&T_RESUME, n, resumed, Way::Trusted, true).await?;
         sleep(Duration::from_secs(2)).await;
     }
     run.heals(&T_HEAL).await
@@ -233,7 +234,7 @@ pub(super) async fn starved(run: &mut Run) -> Result<()> {
     sleep(time(run, 15, 60)).await;
     drop(busy);
     run.fault_ends(fault);
-    let deaths = run.false_deaths(from, clock::now());
+    let deaths = run.false_deaths(from, clock::now(), &ALL);
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     Ok(())
 }

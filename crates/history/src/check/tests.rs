@@ -311,6 +311,21 @@ fn i8_a_dead_process_leaves_every_view() {
 }
 
 #[test]
+fn i8_a_tunnel_ends_with_the_process_of_its_replica() {
+    let mut history = History {
+        // It was seen just before the second process was known to be ready.
+        presences: vec![presence(17, "b", 0, None), presence(17, "b", 20 * S, None)],
+        lives: vec![life("b", 1, 0, Some(10 * S)), life("b", 2, 21 * S, None)],
+        views: vec![view(20 * S, 60 * S, 2, 1, &[17])],
+        ..history()
+    };
+    history.header.bounds.missing = 50 * S;
+    holds(&history, Invariant::I8);
+    history.views = vec![view(5 * S, 13 * S, 2, 1, &[17])];
+    breaks(&history, Invariant::I8, "a sees agent 17 on b 3.000 s after its last tunnel there ended");
+}
+
+#[test]
 fn i9_a_present_agent_is_in_every_view() {
     let mut history = History {
         presences: vec![presence(17, "b", 10 * S, None), presence(18, "b", 0, None)],

@@ -158,8 +158,10 @@ impl<'a> Times<'a> {
         };
         for presence in history.presences.iter().filter(|presence| !presence.replica.is_empty()) {
             let owner = presence.replica.as_str();
+            // It may be recorded before its process is known to be ready: the first that ends after it.
             let process = lives.get(owner).and_then(|lives| {
-                lives.iter().filter(|life| life.from <= presence.from).max_by_key(|life| life.from)
+                let ends_later = |life: &&&Life| life.to.is_none_or(|to| to >= presence.from);
+                lives.iter().filter(ends_later).min_by_key(|life| life.from)
             });
             let to = [presence.to, process.and_then(|life| life.to)].into_iter().flatten().min();
             let span = (presence.from, to.unwrap_or(Micros::MAX));
