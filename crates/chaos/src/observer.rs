@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+use futures_util::{FutureExt as _, future::BoxFuture};
 use history::{Micros, Presence, Version, View};
 use parking_lot::Mutex;
 use proto::kas::api::v1::{
@@ -87,7 +88,7 @@ async fn again<T>(
     replica: &Observed,
     client: &Client,
     each: Duration,
-    mut ask: impl AsyncFnMut(&Caller) -> Result<T>,
+    ask: impl for<'a> Fn(&'a Caller) -> BoxFuture<'a, Result<T>>,
     mut take: impl FnMut(Micros, Option<T>),
 ) {
     let mut caller = None;
@@ -130,7 +131,7 @@ fn live(list: &ListReplicasResponse, suspect: bool) -> BTreeMap<String, Version>
 }
 
 async fn membership(replica: &Observed, client: &Client, history: &Shared) {
-    again(replica, client, LOOK, list, |at, list| {
+    again(replica, client, LOOK, |caller| list(caller).boxed(), |at, list| {
         let Some(list) = list else { return };
         let mut history = history.lock();
         let own = list.replicas.first().map_or(0, |row| row.generation);
@@ -197,7 +198,10 @@ async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: 
         replica,
         client,
         AGENTS,
-        async |caller: &Caller| look(caller, watched).await,
+        |caller| {
+            let watched = watched.to_vec();
+            async move { look(caller, &watched).await }.boxed()
+        },
         |at, answer| {
             let Some((process, seen)) = answer else { return };
             let now = clock::now();
