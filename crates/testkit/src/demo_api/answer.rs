@@ -12,7 +12,7 @@ pub(super) type Body = UnsyncBoxBody<Bytes, Infallible>;
 /// Why there is no answer.
 #[derive(Debug)]
 pub(super) struct Problem {
-    code: StatusCode,
+    pub(super) code: StatusCode,
     reason: &'static str,
     message: String,
 }
