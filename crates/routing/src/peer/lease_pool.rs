@@ -663,7 +663,7 @@ mod tests {
             Err(waiter) => {
                 let mut waiter = waiter.expect("few wait");
                 if leaves {
-                    poll_fn(|cx| Poll::Ready(drop(pin!(waiter.handed()).poll(cx)))).await;
+                    let _ = poll_fn(|cx| Poll::Ready(pin!(waiter.handed()).poll(cx).is_ready())).await;
                     museum::schedule::point();
                 } else {
                     drop(waiter.handed().await);
