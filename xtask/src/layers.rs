@@ -197,6 +197,27 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "devkit",
         ],
     ),
+    // Replicas over a simulated network: the wiring of kas without its listeners.
+    (
+        "sim",
+        &[
+            "ids",
+            "proto",
+            "net",
+            "process",
+            "grpc",
+            "tunnel",
+            "cluster",
+            "gossip",
+            "settings",
+            "kas-config",
+            "identity",
+            "observe",
+            "routing",
+            "kas",
+            "history",
+        ],
+    ),
     ("xtask", &["devkit", "quickstart"]),
     // Only tests: all of its dependencies are dev-dependencies.
     ("tests", &[]),
