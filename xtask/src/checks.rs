@@ -19,7 +19,7 @@ use devkit::{
 };
 
 use crate::{
-    fuzz, layers,
+    fuzz, layers, sim,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
@@ -141,6 +141,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         }
         let are_built = tests.is_some();
         summary.check("informers", || informers(are_built));
+        summary.check("sim", simulate);
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -251,6 +252,12 @@ fn informers(are_tests_built: bool) -> Result<Verdict> {
     }
     let test = ["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"];
     cargo_check(&test)
+}
+
+/// Simulates at least 50 seeds, and as many as 90 s allow.
+fn simulate() -> Result<Verdict> {
+    let args = sim::SimArgs::of(&["--seeds", "50", "--within", "90"]);
+    Ok(Verdict::of(sim::run(&args)? == ExitCode::SUCCESS))
 }
 
 fn fuzz() -> Result<Verdict> {

@@ -1,4 +1,5 @@
-//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man` and `bench`.
+//! Automation: `cargo xtask quickstart`, `test`, `ci`, `fuzz`, `images`, `layers`, `man`,
+//! `bench` and `sim`.
 //!
 //! It is built before anything else, within seconds: it depends on none of the crates that kas and agentk
 //! consist of, so `ci` works when kas does not compile. Commands that need more build it with cargo and start
@@ -15,6 +16,7 @@ mod fuzz;
 mod images;
 mod layers;
 mod man;
+mod sim;
 mod suite;
 mod tools;
 mod width;
@@ -46,6 +48,9 @@ enum Command {
     /// Measure what a call through kas costs
     #[command(disable_help_flag = true)]
     Bench(bench::BenchArgs),
+    /// Simulate replicas with agents under faults, by seeds
+    #[command(disable_help_flag = true)]
+    Sim(sim::SimArgs),
 }
 
 fn main() -> ExitCode {
@@ -58,6 +63,7 @@ fn main() -> ExitCode {
         Command::Layers(args) => layers::run(&args),
         Command::Man(args) => man::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Sim(args) => sim::run(&args),
     };
     result.unwrap_or_else(|error: anyhow::Error| {
         // There is nothing left to do when standard error is closed.
