@@ -39,6 +39,12 @@ impl Counted {
     }
 }
 
+/// Returns the last moment at which what has ended now was certainly there: a look in the same step may see
+/// either.
+fn before(now: Micros) -> Micros {
+    now.saturating_sub(1)
+}
+
 /// The end of a request, or of one attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Ended {
@@ -73,7 +79,7 @@ impl Recorded {
         let Self { history, present, .. } = self;
         present.retain(|(_, of, _), (at, _)| {
             if of == replica {
-                history.presences[*at].to = Some(now);
+                history.presences[*at].to = Some(before(now));
             }
             of != replica
         });
@@ -190,7 +196,7 @@ impl Recorder {
             let Some((at, tunnels)) = recorded.present.get_mut(key) else { return };
             *tunnels -= 1;
             if *tunnels == 0 {
-                recorded.history.presences[*at].to = Some(now);
+                recorded.history.presences[*at].to = Some(before(now));
                 recorded.present.remove(key);
             }
         });
