@@ -73,6 +73,8 @@ pub(crate) struct Agent {
     pub(crate) replicas: Arc<[SocketAddr]>,
     pub(crate) network: Network,
     pub(crate) recorder: Recorder,
+    /// It ends its tunnels cleanly when it leaves.
+    pub(crate) ends_cleanly: bool,
 }
 
 /// Makes numbers of connections unique over all agents.
@@ -211,7 +213,9 @@ impl Agent {
         pool: Arc<Pool>,
         opening: Opening,
     ) {
-        stream.reset_on_drop();
+        if !self.ends_cleanly {
+            stream.reset_on_drop();
+        }
         let (read, mut write) = tokio::io::split(stream);
         let handler = Arc::new(Runner {
             agent: self.id,

@@ -7,6 +7,7 @@
 mod agent;
 mod bodies;
 mod client;
+mod flaw;
 mod listener;
 mod nemesis;
 mod network;

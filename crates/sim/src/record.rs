@@ -39,6 +39,12 @@ impl Counted {
     }
 }
 
+/// Returns the last moment at which what has ended now was certainly there: a look in the same step may see
+/// either.
+fn before(now: Micros) -> Micros {
+    now.saturating_sub(1)
+}
+
 /// The end of a request, or of one attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Ended {
@@ -65,6 +71,19 @@ struct Recorded {
     views: BTreeMap<String, usize>,
     /// Tunnels that agents have open, by replica.
     tunnels: BTreeMap<String, i64>,
+}
+
+impl Recorded {
+    /// No agent is present at a replica any more.
+    fn withdraw(&mut self, replica: &str, now: Micros) {
+        let Self { history, present, .. } = self;
+        present.retain(|(_, of, _), (at, _)| {
+            if of == replica {
+                history.presences[*at].to = Some(before(now));
+            }
+            of != replica
+        });
+    }
 }
 
 /// Writes the history. Clones share it.
@@ -177,10 +196,16 @@ impl Recorder {
             let Some((at, tunnels)) = recorded.present.get_mut(key) else { return };
             *tunnels -= 1;
             if *tunnels == 0 {
-                recorded.history.presences[*at].to = Some(now);
+                recorded.history.presences[*at].to = Some(before(now));
                 recorded.present.remove(key);
             }
         });
+    }
+
+    /// A replica says that it has left: nobody needs to see its agents there any more.
+    pub(crate) fn withdrawn(&self, replica: &str) {
+        let now = self.now();
+        self.with(|recorded| recorded.withdraw(replica, now));
     }
 
     pub(crate) fn born(&self, replica: &str, epoch: u64) {
@@ -193,17 +218,12 @@ impl Recorder {
     pub(crate) fn died(&self, replica: &str) {
         let now = self.now();
         self.with(|recorded| {
-            let Recorded { history, present, views, .. } = recorded;
-            for life in history.lives.iter_mut().filter(|life| life.replica == replica && life.to.is_none()) {
+            let lives = recorded.history.lives.iter_mut();
+            for life in lives.filter(|life| life.replica == replica && life.to.is_none()) {
                 life.to = Some(now);
             }
-            present.retain(|(_, of, _), (at, _)| {
-                if of == replica {
-                    history.presences[*at].to = Some(now);
-                }
-                of != replica
-            });
-            views.remove(replica);
+            recorded.withdraw(replica, now);
+            recorded.views.remove(replica);
         });
     }
 

@@ -45,6 +45,7 @@ use settings::secret::ApiSecret;
 use tokio::{runtime::Runtime, sync::watch, task::JoinHandle, time::Instant};
 
 use crate::{
+    flaw::{self, Flaw},
     listener::AgentListener,
     network::{Connector, Network},
     record::Recorder,
@@ -89,6 +90,7 @@ pub(crate) struct World {
     pub(crate) envelopes: Envelopes,
     pub(crate) recorder: Recorder,
     pub(crate) secret: Arc<SecretFile>,
+    pub(crate) flaw: Option<Flaw>,
 }
 
 /// The secret of the private API, in a file that is removed with this.
@@ -215,7 +217,7 @@ impl Process {
         let Kas { backend, router, registry, metrics, agents, lifecycle, .. } = &self.kas;
         let (backend, router, registry) = (Arc::clone(backend), Arc::clone(router), Arc::clone(registry));
         let (metrics, agents, lifecycle) = (Arc::clone(metrics), Arc::clone(agents), lifecycle.clone());
-        let left = Arc::clone(&self.left);
+        let (left, recorder, name) = (Arc::clone(&self.left), agents.recorder.clone(), self.name.clone());
         self.runtime.spawn(async move {
             lifecycle.advance(Phase::Draining);
             backend.drain();
@@ -228,6 +230,7 @@ impl Process {
             while metrics.requests_open.get() > 0 && Instant::now() < until {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
+            recorder.withdrawn(&name);
             backend.leave().await;
             registry.refuse_waiters();
             lifecycle.advance(Phase::Stopped);
@@ -314,7 +317,7 @@ impl Process {
 }
 
 async fn build(world: &World, replica: usize, seeds: HashSet<SocketAddr>) -> Result<Kas> {
-    let World { network, envelopes, recorder, secret } = world;
+    let World { network, envelopes, recorder, secret, flaw } = world;
     let (host, address) = (host(replica), private_address(replica));
     let name = name(host);
     let secret = ApiSecret::read(secret.path())?;
@@ -353,7 +356,8 @@ async fn build(world: &World, replica: usize, seeds: HashSet<SocketAddr>) -> Res
         tunnels_per_agent: 500,
         endless_per_old_agent: 2,
     };
-    let registry = TunnelRegistry::new(Arc::clone(&backend) as _, Arc::clone(&metrics), limits);
+    let tracker = flaw::tracker(Arc::clone(&backend), *flaw);
+    let registry = TunnelRegistry::new(Arc::clone(&tracker), Arc::clone(&metrics), limits);
     let services = Arc::clone(&backend).services(Arc::clone(&registry), Arc::clone(&refusals));
     let service = PrivateListener::new(
         JwtVerifier::for_replicas(std::slice::from_ref(&secret)),
@@ -376,14 +380,8 @@ async fn build(world: &World, replica: usize, seeds: HashSet<SocketAddr>) -> Res
     };
     tokio::spawn(server.run(lifecycle.clone()));
     tokio::spawn(Arc::clone(&backend).run());
-    let router = Arc::new(Router::new(
-        Arc::clone(&registry),
-        Arc::clone(&backend) as _,
-        refusals,
-        FIND_TIMEOUT,
-        me.id,
-        Some(peers),
-    ));
+    let router =
+        Arc::new(Router::new(Arc::clone(&registry), tracker, refusals, FIND_TIMEOUT, me.id, Some(peers)));
     let agents = AgentListener::new(&name, Arc::clone(&registry), Arc::clone(&backend), recorder.clone());
     // Load balancers send agents to replicas that are ready.
     let (mut ready, _) = backend.ready();

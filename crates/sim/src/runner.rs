@@ -15,11 +15,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use clap::Parser;
+use clap::{Parser, ValueEnum as _};
 use history::{Micros, SECOND};
 use tokio::time::Instant;
 
-use crate::simulation::{Options, Simulation, Summary};
+use crate::{
+    flaw::Flaw,
+    simulation::{Options, Simulation, Summary},
+};
 
 /// Tells a process that it simulates, and its entropy; see `process.c`.
 const SEED: &str = "KAS_SIM_SEED";
@@ -56,6 +59,9 @@ pub(crate) struct Cli {
     /// Seeds that run at the same time; default: one for each core
     #[arg(long)]
     jobs: Option<usize>,
+    /// Break a rule, to see that it is found
+    #[arg(long)]
+    flaw: Option<Flaw>,
     /// Print what happens, and the log; RUST_LOG sets its level
     #[arg(long)]
     trace: bool,
@@ -143,11 +149,17 @@ fn arguments(cli: &Cli, seed: u64) -> Vec<String> {
     for (key, value) in [("--minutes", cli.minutes.to_string()), ("--rate", cli.rate.to_string())] {
         arguments.extend([key.to_owned(), value]);
     }
+    if let Some(flaw) = cli.flaw.and_then(|flaw| flaw.to_possible_value()) {
+        arguments.extend(["--flaw".to_owned(), flaw.get_name().to_owned()]);
+    }
     arguments
 }
 
 /// Simulates one seed in this process, and prints the summary.
 fn simulate(cli: &Cli) -> Result<ExitCode> {
+    // The hash maps of a thread take their first seed from the entropy, and count from there. The simulation
+    // has a thread of its own, so that a trace does not count, and the seed of this thread comes before it.
+    let _ = std::hash::RandomState::new();
     if cli.trace {
         let filter = tracing_subscriber::EnvFilter::try_from_default_env()
             .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
@@ -163,9 +175,11 @@ fn simulate(cli: &Cli) -> Result<ExitCode> {
         replicas: usize::try_from(one(&cli.replicas, cli.seed))?,
         agents: usize::try_from(one(&cli.agents, cli.seed))?,
         rate: cli.rate,
+        flaw: cli.flaw,
         trace: cli.trace,
     };
-    let (summary, history) = Simulation::new(options)?.run()?;
+    let simulation = thread::spawn(move || Simulation::new(options)?.run());
+    let (summary, history) = simulation.join().map_err(|_| anyhow!("the simulation panicked"))??;
     if let Some(path) = &cli.history {
         let mut file = std::fs::File::create(path)
             .map(std::io::BufWriter::new)

@@ -20,6 +20,7 @@ use crate::{
     agent::{Agent, Order, Work},
     bodies::Sent,
     client::{self, Plan, Results},
+    flaw::Flaw,
     nemesis::{self, Fault, Lasting},
     network::{Network, Rule, Rules},
     record::{Ended, Recorder},
@@ -31,15 +32,16 @@ use crate::{
 const TICK: Micros = 1_000;
 /// Before the first fault.
 const START: Micros = 5 * SECOND;
-/// After the last fault, until nothing may change any more.
-const SETTLE: Micros = 27 * SECOND;
-/// Requests are sent for this long after the last fault. The longest waits 20 s.
-const LAST_REQUESTS: Micros = 6 * SECOND;
+/// After the last fault of a replica, until nothing may change any more.
+const SETTLE: Micros = 36 * SECOND;
+/// Agents move and requests are sent for this long after the last fault of a replica. The longest request
+/// takes 20 s.
+const BUSY: Micros = 14 * SECOND;
 /// At the end each agent is asked once through each replica.
 const PROBES: Micros = 6 * SECOND;
 /// How often the beliefs of replicas are recorded.
 const LOOK: Micros = 500_000;
-/// A client gives a request up this long after its deadline if its replica does not run.
+/// A client gives a request up this long after its deadline if its replica was paused meanwhile.
 const PATIENCE: Micros = SECOND / 2;
 
 /// What to simulate.
@@ -52,6 +54,8 @@ pub(crate) struct Options {
     pub(crate) agents: usize,
     /// Requests in a second.
     pub(crate) rate: u64,
+    /// A rule to break.
+    pub(crate) flaw: Option<Flaw>,
     /// Print what happens.
     pub(crate) trace: bool,
 }
@@ -100,6 +104,8 @@ pub(crate) struct Simulation {
     random: StdRng,
     world: World,
     now: Micros,
+    /// No replica or link has a fault any more.
+    is_calm: bool,
     /// One for each replica; `None`: it does not run.
     processes: Vec<Option<Process>>,
     started: u64,
@@ -107,6 +113,8 @@ pub(crate) struct Simulation {
     starts: BTreeMap<usize, (Micros, Option<usize>)>,
     /// Until when processes are paused, and the number of the fault.
     paused: BTreeMap<usize, (Micros, usize)>,
+    /// When replicas were last paused no longer.
+    resumed: BTreeMap<usize, Micros>,
     /// How long a replica that leaves stays away, and the number of the fault.
     leaving: BTreeMap<usize, (Micros, usize)>,
     lasting: Vec<Lasting>,
@@ -136,6 +144,7 @@ impl Simulation {
             envelopes: Envelopes::default(),
             recorder: recorder.clone(),
             secret: Arc::new(SecretFile::write()?),
+            flaw: options.flaw,
         };
         let outside =
             tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
@@ -151,6 +160,7 @@ impl Simulation {
                 replicas: Arc::clone(&addresses),
                 network: network.clone(),
                 recorder: recorder.clone(),
+                ends_cleanly: options.flaw == Some(Flaw::CleanEnd),
             };
             let (order, ordered) = mpsc::channel(4);
             outside.spawn(Arc::new(agent).run(ordered));
@@ -165,10 +175,12 @@ impl Simulation {
             random,
             world,
             now: 0,
+            is_calm: false,
             processes: (0..options.replicas).map(|_| None).collect(),
             started: 0,
             starts,
             paused: BTreeMap::new(),
+            resumed: BTreeMap::new(),
             leaving: BTreeMap::new(),
             lasting: Vec::new(),
             outside,
@@ -202,24 +214,14 @@ impl Simulation {
                 self.inject(fault);
                 next_fault = self.now + self.random.random_range(SECOND..5 * SECOND);
             }
-            if self.now >= next_agent {
-                let (replicas, agents) = (self.options.replicas, self.options.agents);
-                let fault = nemesis::choose_agent(&mut self.random, replicas, agents);
-                self.inject(fault);
-                next_agent = self.now + self.random.random_range(SECOND / 5..2 * SECOND);
-            }
-            while self.now >= next_request {
-                self.send_any();
-                next_request += self.random.random_range(1..=2 * SECOND / self.options.rate.max(1));
-            }
+            self.be_busy(&mut next_agent, &mut next_request);
             self.look(&mut next_look);
         }
         self.mend();
         while self.now < calm + SETTLE {
             self.tick()?;
-            while self.now >= next_request && self.now < calm + LAST_REQUESTS {
-                self.send_any();
-                next_request += self.random.random_range(1..=2 * SECOND / self.options.rate.max(1));
+            if self.now < calm + BUSY {
+                self.be_busy(&mut next_agent, &mut next_request);
             }
             self.look(&mut next_look);
         }
@@ -232,6 +234,23 @@ impl Simulation {
             self.look(&mut next_look);
         }
         self.finish()
+    }
+
+    /// Moves agents and sends requests, when it is time.
+    fn be_busy(&mut self, next_agent: &mut Micros, next_request: &mut Micros) {
+        if self.now >= *next_agent {
+            let (replicas, agents) = (self.options.replicas, self.options.agents);
+            let fault = nemesis::choose_agent(&mut self.random, replicas, agents);
+            // What is cut off is noticed late.
+            if !self.is_calm || !matches!(fault, Fault::Vanish { .. }) {
+                self.inject(fault);
+            }
+            *next_agent = self.now + self.random.random_range(SECOND / 5..2 * SECOND);
+        }
+        while self.now >= *next_request {
+            self.send_any();
+            *next_request += self.random.random_range(1..=2 * SECOND / self.options.rate.max(1));
+        }
     }
 
     /// Advances everything by one step.
@@ -330,7 +349,12 @@ impl Simulation {
                 format!("request {id} for agent {agent} through {replica}: {outcome}: {}", ended.detail)
             });
         }
-        let again = open.again && ended.outcome == Outcome::NotStarted && self.now + TICK < open.deadline;
+        let may_again = match ended.outcome {
+            Outcome::NotStarted => true,
+            Outcome::Unknown => self.options.flaw == Some(Flaw::Repeat),
+            _ => false,
+        };
+        let again = open.again && may_again && self.now + TICK < open.deadline;
         if again && let Some(other) = self.choose_replica(Some(open.replica)) {
             return self.attempt(other, Open { again: false, ..open });
         }
@@ -349,7 +373,9 @@ impl Simulation {
             .iter()
             .filter_map(|(id, open)| {
                 let cancelled = open.cancel.is_some_and(|at| at <= self.now);
-                let silent = self.paused.contains_key(&open.replica);
+                // The replica got the request, or its timeout, late.
+                let resumed = self.resumed.get(&open.replica).is_some_and(|at| *at >= open.begun);
+                let silent = resumed || self.paused.contains_key(&open.replica);
                 let given_up = silent && open.deadline + PATIENCE <= self.now;
                 (cancelled || given_up).then_some((*id, cancelled))
             })
@@ -377,6 +403,7 @@ impl Simulation {
 
     fn resume(&mut self, replica: usize) {
         if let Some((_, fault)) = self.paused.remove(&replica) {
+            self.resumed.insert(replica, self.now);
             self.end_fault(fault);
         }
     }
@@ -530,6 +557,7 @@ impl Simulation {
 
     /// Ends all faults.
     fn mend(&mut self) {
+        self.is_calm = true;
         self.trace(|| "all faults end".to_owned());
         let over = std::mem::take(&mut self.lasting);
         self.end_lasting(over);

@@ -6,9 +6,8 @@ use history::{Effect, History, Micros, Outcome, SECOND};
 
 /// How soon, if nothing disturbs the two replicas.
 const WITHIN: Micros = 4 * SECOND;
-/// How long a disturbance may have effects after its end: an agent or a replica dials again after at most
-/// 10 s, and what was cut off must be noticed first.
-const AFTER: Micros = 12 * SECOND;
+/// How long a disturbance may have effects after its end: T_heal is 5 s.
+const AFTER: Micros = 6 * SECOND;
 
 /// Returns which requests were not started although their agent was there.
 pub(crate) fn check(history: &History) -> Vec<String> {

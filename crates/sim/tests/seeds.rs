@@ -17,13 +17,16 @@ fn passes(arguments: &[&str]) -> String {
 /// Two processes each, which have other addresses, other hash seeds and another clock.
 #[test]
 fn a_seed_decides_everything() {
-    let digest = |seed: &str| {
-        let said = passes(&["--seed", seed, "--replicas", "3", "--agents", "10", "--minutes", "0.2"]);
+    let digest = |seed: &str, more: &[&str]| {
+        let arguments = ["--seed", seed, "--replicas", "3", "--agents", "10", "--minutes", "0.2"];
+        let output = sim(&[&arguments[..], more].concat());
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
         said.lines().find(|line| line.starts_with("digest")).expect("a digest").to_owned()
     };
-    let first = digest("11");
-    assert_eq!(first, digest("11"));
-    assert_ne!(first.rsplit(' ').next(), digest("12").rsplit(' ').next());
+    let first = digest("11", &[]);
+    assert_eq!(first, digest("11", &[]));
+    assert_eq!(first, digest("11", &["--trace"]), "a replay with a trace is another run");
+    assert_ne!(first.rsplit(' ').next(), digest("12", &[]).rsplit(' ').next());
 }
 
 #[test]
@@ -33,6 +36,17 @@ fn seeds_that_failed_once_pass() {
         let words: Vec<&str> = line.split_whitespace().take(4).collect();
         let [seed, replicas, agents, minutes] = words[..] else { panic!("{line:?}: four numbers first") };
         passes(&["--seed", seed, "--replicas", replicas, "--agents", agents, "--minutes", minutes]);
+    }
+}
+
+/// Fails if the checks have become blind.
+#[test]
+fn flaws_are_found_by_few_seeds() {
+    for flaw in ["clean-end", "kept-agents", "repeat"] {
+        let output = sim(&["--seeds", "12", "--agents", "20", "--flaw", flaw]);
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(1), "{flaw}: {said}");
+        assert!(said.contains("failed:"), "{flaw}: {said}");
     }
 }
 

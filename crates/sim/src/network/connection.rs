@@ -239,8 +239,8 @@ impl Network {
 }
 
 impl Stream {
-    /// Resets the connection if this is dropped without a shutdown. Otherwise a task that is dropped closes it
-    /// as if everything had been said.
+    /// Resets the connection if this is dropped without a shutdown. Otherwise a task that is dropped closes
+    /// it as if everything had been said.
     pub(crate) fn reset_on_drop(&self) {
         self.network.with(|core, _| {
             if let Some(connection) = core.connections.get_mut(&self.id) {
