@@ -19,7 +19,7 @@ use devkit::{
 };
 
 use crate::{
-    fuzz, layers,
+    chaos, fuzz, layers,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
@@ -141,6 +141,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         }
         let are_built = tests.is_some();
         summary.check("informers", || informers(are_built));
+        summary.check("chaos", || chaos_quick(are_built));
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -251,6 +252,18 @@ fn informers(are_tests_built: bool) -> Result<Verdict> {
     }
     let test = ["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"];
     cargo_check(&test)
+}
+
+/// Runs the quick set of `cargo xtask chaos`: less than four minutes.
+fn chaos_quick(are_tests_built: bool) -> Result<Verdict> {
+    if !are_tests_built {
+        return Ok(Verdict::skipped("it needs the tools of the tests"));
+    }
+    Ok(match chaos::quick()? {
+        Some(0) => Verdict::Ok,
+        Some(code) if code == i32::from(suite::SKIPPED) => Verdict::skipped("see what it says above"),
+        _ => Verdict::Failed,
+    })
 }
 
 fn fuzz() -> Result<Verdict> {
