@@ -25,7 +25,7 @@ use tokio::{
 
 use crate::{
     hash::Counted,
-    swarm::{Recorder, Running},
+    recorder::{Recorder, Running},
 };
 
 /// The time between events of a watch.

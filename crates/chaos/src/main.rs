@@ -11,6 +11,7 @@ mod judge;
 mod load;
 mod measure;
 mod observer;
+mod recorder;
 mod report;
 mod run;
 mod scenarios;

@@ -10,8 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use futures_util::{FutureExt as _, future::BoxFuture};
-use history::{Micros, Presence, Version, View};
+use history::{History, Micros, Presence, Version, View};
 use parking_lot::Mutex;
 use proto::kas::api::v1::{
     ExplainAgentRequest, ExplainAgentResponse, ListReplicasRequest, ListReplicasResponse,
@@ -83,32 +82,41 @@ impl Observer {
     }
 }
 
-/// Calls `ask` again and again over one connection, which is made anew after a failure.
-async fn again<T>(
-    replica: &Observed,
-    client: &Client,
-    each: Duration,
-    ask: impl for<'a> Fn(&'a Caller) -> BoxFuture<'a, Result<T>>,
-    mut take: impl FnMut(Micros, Option<T>),
-) {
-    let mut caller = None;
-    loop {
-        let at = clock::now();
-        let asked = timeout(ANSWER, async {
-            let caller = match &mut caller {
-                Some(caller) => caller,
-                none => none.insert(Caller::connect(replica.api, Some(client.token())).await?),
-            };
-            ask(caller).await
-        });
-        match asked.await {
-            Ok(Ok(answer)) => take(at, Some(answer)),
-            _ => {
-                caller = None;
-                take(at, None);
-            }
+/// A connection to a replica, which is made anew after a failure.
+struct Asking<'a> {
+    replica: &'a Observed,
+    client: &'a Client,
+    caller: Option<Caller>,
+}
+
+impl Asking<'_> {
+    async fn caller(&mut self) -> Result<Caller> {
+        if let Some(caller) = &self.caller {
+            return Ok(caller.clone());
         }
-        tokio::time::sleep(each).await;
+        let caller = Caller::connect(self.replica.api, Some(self.client.token())).await?;
+        self.caller = Some(caller.clone());
+        Ok(caller)
+    }
+
+    /// Asks for its list of replicas; `None`: there is no answer.
+    async fn list(&mut self) -> Option<ListReplicasResponse> {
+        let asked = timeout(ANSWER, async { list(&self.caller().await?).await }).await;
+        self.answered(asked)
+    }
+
+    /// Asks for agents; `None`: there is no answer.
+    async fn look(&mut self, watched: &[i64]) -> Option<(u64, Seen)> {
+        let asked = timeout(ANSWER, async { look(&self.caller().await?, watched).await }).await;
+        self.answered(asked)
+    }
+
+    fn answered<T, E>(&mut self, asked: Result<Result<T>, E>) -> Option<T> {
+        let answer = asked.ok().and_then(Result::ok);
+        if answer.is_none() {
+            self.caller = None;
+        }
+        answer
     }
 }
 
@@ -131,28 +139,34 @@ fn live(list: &ListReplicasResponse, suspect: bool) -> BTreeMap<String, Version>
 }
 
 async fn membership(replica: &Observed, client: &Client, history: &Shared) {
-    again(replica, client, LOOK, |caller| list(caller).boxed(), |at, list| {
-        let Some(list) = list else { return };
-        let mut history = history.lock();
-        let own = list.replicas.first().map_or(0, |row| row.generation);
-        if own > 0
-            && let Some(life) = history.lives.iter_mut().rfind(|life| life.replica == replica.name)
-            && life.to.is_none()
-        {
-            life.epoch = life.epoch.or(Some(own));
+    let mut asking = Asking { replica, client, caller: None };
+    loop {
+        let at = clock::now();
+        if let Some(list) = asking.list().await {
+            listed(replica, &list, at, &mut history.lock());
         }
-        let view = View {
-            observer: replica.name.clone(),
-            process: own,
-            at,
-            until: at,
-            live: live(&list, true),
-            agents: None,
-            connections: None,
-        };
-        push(&mut history.views, view);
-    })
-    .await;
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+fn listed(replica: &Observed, list: &ListReplicasResponse, at: Micros, history: &mut History) {
+    let own = list.replicas.first().map_or(0, |row| row.generation);
+    if own > 0
+        && let Some(life) = history.lives.iter_mut().rfind(|life| life.replica == replica.name)
+        && life.to.is_none()
+    {
+        life.epoch = life.epoch.or(Some(own));
+    }
+    let view = View {
+        observer: replica.name.clone(),
+        process: own,
+        at,
+        until: at,
+        live: live(list, true),
+        agents: None,
+        connections: None,
+    };
+    push(&mut history.views, view);
 }
 
 /// Adds a view, or extends the last one of its kind.
@@ -191,44 +205,17 @@ pub(crate) async fn look(caller: &Caller, watched: &[i64]) -> Result<(u64, Seen)
 }
 
 async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: &[i64], last: &Last) {
+    let mut asking = Asking { replica, client, caller: None };
     // By agent: the index of its presence in the history.
     let mut present: BTreeMap<i64, usize> = BTreeMap::new();
     let mut before = 0;
-    again(
-        replica,
-        client,
-        AGENTS,
-        |caller| {
-            let watched = watched.to_vec();
-            async move { look(caller, &watched).await }.boxed()
-        },
-        |at, answer| {
-            let Some((process, seen)) = answer else { return };
-            let now = clock::now();
-            let mut history = history.lock();
+    loop {
+        let at = clock::now();
+        if let Some((process, seen)) = asking.look(watched).await {
             // The tunnels of the process before have ended with it.
             let restarted = before != process;
             before = process;
-            let lost = |agent: &&i64| restarted || !seen.own.contains(agent);
-            let gone: Vec<_> = present.keys().filter(lost).copied().collect();
-            for agent in gone {
-                if let Some(index) = present.remove(&agent) {
-                    history.presences[index].to = Some(now);
-                }
-            }
-            for agent in &seen.own {
-                if !present.contains_key(agent) {
-                    present.insert(*agent, history.presences.len());
-                    history.presences.push(Presence {
-                        agent: *agent,
-                        replica: replica.name.clone(),
-                        connection: None,
-                        from: now,
-                        to: None,
-                        invalid_since: None,
-                    });
-                }
-            }
+            held(replica, &seen, restarted, &mut present, &mut history.lock());
             let live = seen.live.iter().map(|name| (name.clone(), Version { epoch: None, version: None }));
             let view = View {
                 observer: replica.name.clone(),
@@ -239,9 +226,40 @@ async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: 
                 agents: Some(seen.agents.clone()),
                 connections: None,
             };
-            push(&mut history.views, view);
+            push(&mut history.lock().views, view);
             last.lock().insert(replica.name.clone(), (at, seen));
-        },
-    )
-    .await;
+        }
+        tokio::time::sleep(AGENTS).await;
+    }
+}
+
+/// Records which agents the replica holds itself.
+fn held(
+    replica: &Observed,
+    seen: &Seen,
+    restarted: bool,
+    present: &mut BTreeMap<i64, usize>,
+    history: &mut History,
+) {
+    let now = clock::now();
+    let lost = |agent: &&i64| restarted || !seen.own.contains(agent);
+    let gone: Vec<_> = present.keys().filter(lost).copied().collect();
+    for agent in gone {
+        if let Some(index) = present.remove(&agent) {
+            history.presences[index].to = Some(now);
+        }
+    }
+    for agent in &seen.own {
+        present.entry(*agent).or_insert_with(|| {
+            history.presences.push(Presence {
+                agent: *agent,
+                replica: replica.name.clone(),
+                connection: None,
+                from: now,
+                to: None,
+                invalid_since: None,
+            });
+            history.presences.len() - 1
+        });
+    }
 }

@@ -4,14 +4,7 @@
 //! `--clusters` also have a Kubernetes API server of their own, which records too. A run is written when it
 //! ends, with the times of both ends; what is left at the end of the process is written then.
 
-use std::{
-    fs::File,
-    io::{BufWriter, Write as _},
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use agentk::{
     cluster::ClusterAccess,
@@ -22,13 +15,12 @@ use agentk::{
     supervisor,
     token::TokenFile,
 };
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use bytes::Bytes;
 use clap::Args;
-use history::{Presence, Run, Search};
+use history::Presence;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, Full};
-use parking_lot::Mutex;
 use process::lifecycle::Signals;
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::modshared::AgentMeta;
@@ -37,7 +29,7 @@ use tempfile::TempDir;
 use tokio::{sync::watch, task::JoinSet, time::sleep};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{clock, cluster_server, hash::Counted};
+use crate::{clock, cluster_server, hash::Counted, recorder::Recorder};
 
 /// How often it is looked whether an agent has its first tunnel: the error of the time that is recorded.
 const LOOK: Duration = Duration::from_millis(1);
@@ -73,84 +65,6 @@ pub(crate) struct SwarmArgs {
     /// Where the history is written
     #[arg(long)]
     history: PathBuf,
-}
-
-/// Writes what agents run.
-#[derive(Clone, Debug)]
-pub(crate) struct Recorder(Arc<Shared>);
-
-#[derive(Debug)]
-struct Shared {
-    file: Mutex<BufWriter<File>>,
-    forbidden: Vec<String>,
-    searched: Mutex<Search>,
-}
-
-impl Recorder {
-    fn new(path: &Path, forbidden: Option<&Path>) -> Result<Self> {
-        let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
-        let forbidden = forbidden.map(std::fs::read_to_string).transpose()?.unwrap_or_default();
-        let forbidden = forbidden.lines().filter(|line| line.len() >= 8).map(str::to_owned).collect();
-        let place = "what agents and their API servers received".to_owned();
-        let searched = Mutex::new(Search { place, bytes: 0, found: Vec::new() });
-        Ok(Self(Arc::new(Shared { file: Mutex::new(BufWriter::new(file)), forbidden, searched })))
-    }
-
-    fn line(&self, name: &str, record: &serde_json::Value) {
-        // A full disk ends the run: the history would be incomplete.
-        writeln!(self.0.file.lock(), "{{\"{name}\":{record}}}").expect("the history can be written");
-    }
-
-    fn flush(&self) -> Result<()> {
-        Ok(self.0.file.lock().flush()?)
-    }
-
-    /// Searches bytes that an agent received for what must not be there.
-    pub(crate) fn search(&self, bytes: &[u8]) {
-        let mut searched = self.0.searched.lock();
-        searched.bytes += bytes.len() as u64;
-        for (number, text) in self.0.forbidden.iter().enumerate() {
-            if bytes.windows(text.len()).any(|window| window == text.as_bytes()) && searched.found.len() < 10
-            {
-                searched.found.push(format!("credential {number} of the run"));
-            }
-        }
-    }
-
-    /// Searches headers.
-    pub(crate) fn search_headers(&self, headers: &HeaderMap) {
-        for (name, value) in headers {
-            self.search(name.as_str().as_bytes());
-            self.search(value.as_bytes());
-        }
-    }
-
-    /// Begins the record of a request; dropping it writes the record.
-    pub(crate) fn begin(&self, request: u64, agent: i64) -> Running {
-        Running { recorder: self.clone(), run: Run::new(request, agent, clock::now()) }
-    }
-
-    fn finish(&self) -> Result<()> {
-        self.line("search", &serde_json::to_value(&*self.0.searched.lock())?);
-        self.flush()
-    }
-}
-
-/// A request that an agent runs.
-#[derive(Debug)]
-pub(crate) struct Running {
-    recorder: Recorder,
-    /// What is known of it.
-    pub(crate) run: Run,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.run.ended = Some(clock::now());
-        if let Ok(run) = serde_json::to_value(&self.run) {
-            self.recorder.line("run", &run);
-        }
-    }
 }
 
 /// Serves the methods of the benchmark's service, and records.
