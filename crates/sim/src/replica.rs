@@ -259,9 +259,11 @@ impl Process {
             (replicas, located)
         });
         let is_live = |health| matches!(health, None | Some(ReplicaHealth::Live | ReplicaHealth::Draining));
-        // The others may hold any agent, so each of them is a candidate for all.
+        // The others may hold any agent, so each of them is a candidate for all. Where agents are is then not
+        // known, and nothing is recorded about it.
         let synced: BTreeSet<&str> =
             replicas.iter().filter(|status| status.synced).map(|status| status.replica.id.as_str()).collect();
+        let is_known = located.values().flatten().all(|at| synced.contains(&**at));
         let agents: BTreeMap<i64, BTreeSet<String>> = located
             .into_iter()
             .map(|(agent, at)| (agent, at.into_iter().filter(|at| synced.contains(&**at)).collect()))
@@ -288,7 +290,7 @@ impl Process {
             at: now,
             until: now,
             live,
-            agents: Some(agents),
+            agents: is_known.then_some(agents),
             connections: None,
         }
     }
