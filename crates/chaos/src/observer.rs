@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use history::{History, Micros, Presence, Version, View};
 use parking_lot::Mutex;
 use proto::kas::api::v1::{
@@ -19,7 +20,10 @@ use testkit::{
     caller::Caller,
     mesh::{EXPLAIN_AGENT, LIST_REPLICAS},
 };
-use tokio::{task::JoinSet, time::timeout};
+use tokio::{
+    task::JoinSet,
+    time::{MissedTickBehavior, interval, timeout},
+};
 
 use crate::{client::Client, clock, load::Shared};
 
@@ -30,6 +34,9 @@ pub(crate) const LOOK: Duration = Duration::from_millis(50);
 const AGENTS: Duration = Duration::from_millis(500);
 /// An answer that takes longer is not waited for.
 const ANSWER: Duration = Duration::from_secs(3);
+
+/// How many questions to a replica may be open.
+const ASKING: usize = 100;
 
 /// One replica to be asked.
 #[derive(Clone, Debug)]
@@ -58,7 +65,7 @@ pub(crate) type Last = Arc<Mutex<BTreeMap<String, (Micros, Seen)>>>;
 #[derive(Debug)]
 pub(crate) struct Observer {
     pub(crate) last: Last,
-    _tasks: JoinSet<()>,
+    tasks: JoinSet<()>,
 }
 
 impl Observer {
@@ -78,7 +85,12 @@ impl Observer {
             let (last, watched) = (Arc::clone(&last), watched.to_vec());
             tasks.spawn(async move { agents(&one, &asking, &kept, &watched, &last).await });
         }
-        Self { last, _tasks: tasks }
+        Self { last, tasks }
+    }
+
+    /// Stops: what is seen from now on is seen while the run ends.
+    pub(crate) async fn stop(&mut self) {
+        self.tasks.shutdown().await;
     }
 }
 
@@ -97,12 +109,6 @@ impl Asking<'_> {
         let caller = Caller::connect(self.replica.api, Some(self.client.token())).await?;
         self.caller = Some(caller.clone());
         Ok(caller)
-    }
-
-    /// Asks for its list of replicas; `None`: there is no answer.
-    async fn list(&mut self) -> Option<ListReplicasResponse> {
-        let asked = timeout(ANSWER, async { list(&self.caller().await?).await }).await;
-        self.answered(asked)
     }
 
     /// Asks for agents; `None`: there is no answer.
@@ -133,19 +139,41 @@ fn live(list: &ListReplicasResponse, suspect: bool) -> BTreeMap<String, Version>
     live.map(|row| {
         // Before gossip has told the generation, the table may already be there.
         let epoch = (row.generation > 0).then_some(row.generation);
-        (row.name.clone(), Version { epoch, version: epoch.is_some().then_some(row.table_version) })
+        // Nor is its version known before it has been copied, and while it leaves.
+        let version = epoch.is_some().then_some(row.table_version).filter(|version| *version > 0);
+        (row.name.clone(), Version { epoch, version })
     })
     .collect()
 }
 
 async fn membership(replica: &Observed, client: &Client, history: &Shared) {
-    let mut asking = Asking { replica, client, caller: None };
+    let mut connection: Option<Caller> = None;
+    let mut asking = FuturesUnordered::new();
+    let mut latest = 0;
+    let mut ticks = interval(LOOK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        let at = clock::now();
-        if let Some(list) = asking.list().await {
-            listed(replica, &list, at, &mut history.lock());
+        tokio::select! {
+            _ = ticks.tick(), if asking.len() < ASKING => {
+                let at = clock::now();
+                if connection.is_none() {
+                    let connecting = timeout(ANSWER, Caller::connect(replica.api, Some(client.token()))).await;
+                    connection = connecting.ok().and_then(Result::ok);
+                }
+                let Some(caller) = connection.clone() else { continue };
+                asking.push(async move { (at, timeout(ANSWER, list(&caller)).await) });
+            }
+            // A view is taken when its question arrives. The answer may be delayed by replicas that do not
+            // answer, so questions do not wait for each other.
+            Some((at, answer)) = asking.next(), if !asking.is_empty() => match answer {
+                Ok(Ok(list)) if at >= latest => {
+                    latest = at;
+                    listed(replica, &list, at, &mut history.lock());
+                }
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) | Err(_) => connection = None,
+            },
         }
-        tokio::time::sleep(LOOK).await;
     }
 }
 

@@ -375,9 +375,12 @@ impl Run {
 
     /// Shuts a replica down cleanly, and returns how long that took.
     pub(crate) async fn leave(&mut self, n: usize) -> Result<Duration> {
-        self.struck(n, "SIGTERM replica");
+        // Until it has ended, what it holds is on its way to others.
+        let effect = Effect::Disabled(BTreeSet::from([self.name(n)]));
+        let fault = self.fault(format!("SIGTERM replica {n}"), effect);
         let begun = Instant::now();
         self.mesh.leave(n, LONG).await?;
+        self.fault_ends(fault);
         self.died(n);
         Ok(begun.elapsed())
     }
@@ -570,6 +573,7 @@ impl Run {
         }
         truth.agents = Some(holders);
         sleep(Duration::from_millis(1500)).await;
+        self.observer.stop().await;
         truth.at = clock::now();
         let mut recorded = Vec::new();
         for swarm in self.swarms.iter_mut().filter_map(Option::take) {

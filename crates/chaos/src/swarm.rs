@@ -138,6 +138,7 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
     let mut signals = Signals::new()?;
     let recorder = Recorder::new(&arguments.history, arguments.forbidden.as_deref())?;
     let folder = TempDir::with_prefix("chaos-swarm-")?;
+    let mut kas: Vec<&str> = arguments.kas.split(',').collect();
     let addresses: KasAddresses = arguments.kas.parse()?;
     let headers = KasHeaders::new(Vec::new(), addresses.as_slice())?;
     // No proxy: kas is on a host of the run.
@@ -179,12 +180,14 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         });
         agents.spawn(supervisor::run(
             context,
-            addresses.clone(),
+            kas.join(",").parse()?,
             Arc::clone(&dialer),
             arguments.connections,
             leave.clone(),
             tasks.clone(),
         ));
+        // Each begins at another replica, as behind a balancer.
+        kas.rotate_left(1);
     }
     say("the swarm has started");
     let first_tunnels = first_tunnels(metrics, recorder.clone());

@@ -81,6 +81,8 @@ const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
 /// How long upgraded connections may take to end after their grace: until a frame ends and its client is
 /// told.
 const UPGRADES_END: Duration = Duration::from_secs(3);
+/// How long a request may take to be counted that came with the last connection.
+const LAST_ARRIVALS: Duration = Duration::from_millis(100);
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
 
@@ -652,6 +654,10 @@ impl Kas {
             lifecycle.advance(Phase::Leaving);
             tracing::info!(requests = requests.requests_open.get(), "leaving: open requests go on");
             let left = Instant::now();
+            // A balancer may send new connections until they are refused. The last of them need time, too.
+            none_left(&requests.requests_open, left + config.drain.timeout / 2).await;
+            lifecycle.advance(Phase::Closing);
+            tokio::time::sleep(LAST_ARRIVALS).await;
             none_left(&requests.requests_open, left + config.drain.timeout).await;
             let long = requests.requests_long.get();
             if long > 0 && config.drain.upgrade_grace > config.drain.timeout {

@@ -12,6 +12,8 @@ pub enum Phase {
     Draining,
     /// Connections get GOAWAY and idle tunnels end. Open requests continue.
     Leaving,
+    /// No connection is accepted any more, so the requests that are open are the last ones.
+    Closing,
     /// Only requests that may outlast the others continue: upgraded connections. Skipped if there are none.
     Lingering,
     /// Everything that is left ends now.

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::kubernetes::Kubernetes;
 
-use crate::tools::{go_module, helm_one, here, render, text, yaml};
+use crate::tools::{established, go_module, helm_one, here, render, text, yaml};
 
 /// The scenarios of which there is a manifest.
 const SCENARIOS: [&str; 6] = ["s01", "s02", "s09", "s10", "s18", "s22"];
@@ -55,7 +55,7 @@ async fn a_real_api_server_accepts_the_manifests_of_chaos_mesh() -> Result<()> {
         let file = definitions.join(format!("chaos-mesh.org_{kind}.yaml"));
         kubernetes.kubectl(&["apply", "--server-side", "-f", text(&file)?]).await?;
     }
-    kubernetes.kubectl(&["wait", "--for=condition=Established", "--timeout=30s", "crd", "--all"]).await?;
+    established(&kubernetes).await?;
     for namespace in ["kas", "agentk"] {
         kubernetes.ensure_namespace(namespace).await?;
     }

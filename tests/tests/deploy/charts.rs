@@ -13,7 +13,7 @@ use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde_json::{Value, json};
 use testkit::{kas::merge, kubernetes::Kubernetes, process::program};
 
-use crate::tools::{go_module, helm, helm_one, here, output, python, render, text, yaml};
+use crate::tools::{established, go_module, helm, helm_one, here, output, python, render, text, yaml};
 
 /// The namespace of the charts.
 const NAMESPACE: &str = "kas";
@@ -564,7 +564,7 @@ async fn definitions(kubernetes: &Kubernetes) -> Result<()> {
     ] {
         kubernetes.kubectl(&["apply", "--server-side", "-f", text(&file)?]).await?;
     }
-    kubernetes.kubectl(&["wait", "--for=condition=Established", "--timeout=30s", "crd", "--all"]).await?;
+    established(&kubernetes).await?;
     Ok(())
 }
 

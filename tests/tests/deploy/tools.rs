@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
+use testkit::{kas::eventually, kubernetes::Kubernetes};
 use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
 
 /// Time limit of one program.
@@ -127,4 +128,14 @@ pub(crate) async fn go_module(module: &str) -> Result<PathBuf> {
     let answer: Value = serde_json::from_slice(&done.stdout)
         .with_context(|| format!("go mod download {module}: {}", String::from_utf8_lossy(&done.stderr)))?;
     Ok(answer["Dir"].as_str().with_context(|| format!("go mod download {module}: {answer}"))?.into())
+}
+
+/// Waits until an API server serves the kinds of all definitions. `kubectl wait` fails while one has no
+/// conditions yet.
+pub(crate) async fn established(kubernetes: &Kubernetes) -> Result<()> {
+    let wait = ["wait", "--for=condition=Established", "--timeout=30s", "crd", "--all"];
+    eventually("that the definitions are established", async || {
+        Ok(kubernetes.kubectl(&wait).await.map(drop).map_err(|error| error.to_string()))
+    })
+    .await
 }

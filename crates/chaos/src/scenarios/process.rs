@@ -28,9 +28,9 @@ async fn kill_and_return(run: &mut Run, n: usize) -> Result<()> {
     run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
     run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
     sleep(Duration::from_secs(4)).await;
-    let (only, also) = (run.first_responses(&only, at), run.first_responses(&also, at));
-    run.measure(&T_FAILOVER, only);
-    run.measure(&T_FAILOVER_2C, also);
+    let (row, agents) = if run.setup.connections == 1 { (&T_FAILOVER, only) } else { (&T_FAILOVER_2C, also) };
+    let times = run.first_responses(&agents, at);
+    run.measure(row, times);
     run.restart(n).await
 }
 
@@ -52,7 +52,12 @@ pub(super) async fn killed_under_load(run: &mut Run) -> Result<()> {
     let end = Instant::now() + all;
     while Instant::now() < end {
         let next = Instant::now() + each;
-        let n = run.rng.random_range(0..run.setup.replicas);
+        // One that holds agents: one that came back may have none yet.
+        let holding: Vec<usize> = (0..run.setup.replicas).filter(|n| !run.held_by(*n).0.is_empty()).collect();
+        let n = match holding.len() {
+            0 => run.rng.random_range(0..run.setup.replicas),
+            many => holding[run.rng.random_range(0..many)],
+        };
         kill_and_return(run, n).await?;
         tokio::time::sleep_until(next).await;
     }

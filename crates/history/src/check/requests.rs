@@ -267,10 +267,10 @@ fn waiting(
         return;
     }
     for run in ran {
-        let there = presences
-            .unwrap_or_default()
-            .iter()
-            .any(|presence| presence.from <= run.started && presence.to.is_none_or(|to| to >= request.begun));
+        let there = presences.unwrap_or_default().iter().any(|presence| {
+            presence.from.saturating_sub(history.header.bounds.early) <= run.started
+                && presence.to.is_none_or(|to| to >= request.begun)
+        });
         let breach = (!there).then(|| {
             format!(
                 "request {id} waited for agent {agent} and was released {}, but that agent had no tunnel",

@@ -24,6 +24,8 @@ use crate::{
     tls,
 };
 
+/// Connections that are accepted from [`Phase::Closing`] on: at least as many as the queue of the system holds.
+const QUEUED: usize = 4_096;
 /// Connections that are accepted before the thread's other tasks run: accepting as many takes about as long
 /// as a step of one of them.
 const ACCEPTED_AT_ONCE: u32 = 8;
@@ -56,7 +58,8 @@ impl std::fmt::Debug for Server {
 
 impl Server {
     /// Serves until the lifecycle is [`Phase::Stopped`] and the connections have ended, those that were
-    /// upgraded too.
+    /// upgraded too. From [`Phase::Closing`] on, only connections are accepted that were in the queue of the
+    /// system: without that, a client could have sent a request on one of them and not know what became of it.
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
         let admission = AdmissionScheduler::of_this_runtime();
@@ -64,6 +67,7 @@ impl Server {
         let half_open = HalfOpen::new(half_open, half_open_most, half_open_patience, Arc::clone(&admission));
         let mut failures = AcceptFailures::default();
         let mut accepted_at_once = 0;
+        let mut queued = QUEUED;
         loop {
             if accepted_at_once == ACCEPTED_AT_ONCE {
                 accepted_at_once = 0;
@@ -71,9 +75,16 @@ impl Server {
             }
             accepted_at_once += 1;
             let accepted = tokio::select! {
+                biased;
                 accepted = self.listener.accept() => accepted,
-                () = lifecycle.reached(Phase::Stopped) => break,
+                () = lifecycle.reached(Phase::Closing) => break,
             };
+            if lifecycle.phase() >= Phase::Closing {
+                if queued == 0 {
+                    break;
+                }
+                queued -= 1;
+            }
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
                 Err(_) if flawed(Flaw::AcceptErrorEnds) => break,
@@ -98,6 +109,7 @@ impl Server {
             let tls = self.tls.as_ref().map(|tls| TlsAcceptor::from(tls.current()));
             tasks.spawn(run(serve, stream, tls, self.protocols, place, permit));
         }
+        drop(self.listener);
         tasks.close();
         tasks.wait().await;
     }
