@@ -171,13 +171,13 @@ mod tests {
     #[test]
     fn a_repetition_repairs_its_first_request_and_is_none_itself() {
         let request = |id, outcome| Request::new(id, 1, Kind::Unary, 0).ended(1, outcome);
-        let mut history = History::default();
-        history.requests = vec![
+        let requests = vec![
             request(1, Outcome::Ok),
             request(2, Outcome::Unknown),
             Request { retry_of: Some(2), ..request(3, Outcome::Ok) },
             request(4, Outcome::NotStarted),
         ];
+        let history = History { requests, ..History::default() };
         let totals = Totals::of(&history);
         assert_eq!((totals.requests, totals.ok, totals.ok_idempotent), (3, 1, 2));
         assert_eq!((totals.unknown, totals.not_started, totals.other), (1, 1, 0));

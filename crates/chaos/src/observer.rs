@@ -61,10 +61,14 @@ pub(crate) struct Seen {
 /// What has been seen last, by replica.
 pub(crate) type Last = Arc<Mutex<BTreeMap<String, (Micros, Seen)>>>;
 
+/// Whom each replica trusted since when, in order of time: those in its list that were not suspect.
+pub(crate) type Trusted = Arc<Mutex<Vec<(String, Micros, BTreeSet<String>)>>>;
+
 /// Watches all replicas until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Observer {
     pub(crate) last: Last,
+    pub(crate) trusted: Trusted,
     tasks: JoinSet<()>,
 }
 
@@ -76,16 +80,17 @@ impl Observer {
         client: &Arc<Client>,
         history: &Shared,
     ) -> Self {
-        let last = Last::default();
+        let (last, trusted) = (Last::default(), Trusted::default());
         let mut tasks = JoinSet::new();
         for replica in replicas {
             let (one, asking, kept) = (replica.clone(), Arc::clone(client), Arc::clone(history));
-            tasks.spawn(async move { membership(&one, &asking, &kept).await });
+            let trusts = Arc::clone(&trusted);
+            tasks.spawn(async move { membership(&one, &asking, &kept, &trusts).await });
             let (one, asking, kept) = (replica.clone(), Arc::clone(client), Arc::clone(history));
             let (last, watched) = (Arc::clone(&last), watched.to_vec());
             tasks.spawn(async move { agents(&one, &asking, &kept, &watched, &last).await });
         }
-        Self { last, tasks }
+        Self { last, trusted, tasks }
     }
 
     /// Stops: what is seen from now on is seen while the run ends.
@@ -146,7 +151,7 @@ fn live(list: &ListReplicasResponse, suspect: bool) -> BTreeMap<String, Version>
     .collect()
 }
 
-async fn membership(replica: &Observed, client: &Client, history: &Shared) {
+async fn membership(replica: &Observed, client: &Client, history: &Shared, trusted: &Trusted) {
     let mut connection: Option<Caller> = None;
     let mut asking = FuturesUnordered::new();
     let mut latest = 0;
@@ -169,6 +174,12 @@ async fn membership(replica: &Observed, client: &Client, history: &Shared) {
                 Ok(Ok(list)) if at >= latest => {
                     latest = at;
                     listed(replica, &list, at, &mut history.lock());
+                    let trusts: BTreeSet<String> = live(&list, false).into_keys().collect();
+                    let mut trusted = trusted.lock();
+                    let before = trusted.iter().rfind(|(observer, ..)| *observer == replica.name);
+                    if before.is_none_or(|(_, _, before)| *before != trusts) {
+                        trusted.push((replica.name.clone(), at, trusts));
+                    }
                 }
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) | Err(_) => connection = None,

@@ -439,7 +439,17 @@ impl Run {
         let others: Vec<String> =
             self.mesh.running().into_iter().filter(|other| *other != n).map(|n| self.name(n)).collect();
         let shared = Arc::clone(&self.history);
+        let trusted = Arc::clone(&self.observer.trusted);
         let times = within(LONG, &format!("the others see that {name} is there: {present}"), async || {
+            if way == Way::Trusted {
+                let trusted = trusted.lock();
+                let first = |observer: &String| {
+                    let mut looks = trusted.iter().filter(|(of, at, _)| of == observer && *at >= since);
+                    looks.find(|(.., trusts)| trusts.contains(&name) == present).map(|(_, at, _)| *at)
+                };
+                let times: Option<Vec<Micros>> = others.iter().map(first).collect();
+                return Ok(times.ok_or("not all"));
+            }
             let history = shared.lock();
             let first = |observer: &String| {
                 let looks = history.views.iter().filter(|view| {

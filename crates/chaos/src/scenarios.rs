@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn each_says_what_it_asserts_or_why_it_does_not_run() {
         for scenario in ALL {
-            assert!(scenario.elsewhere.is_some() != !scenario.asserted.is_empty(), "{}", scenario.id);
+            assert_eq!(scenario.elsewhere.is_some(), scenario.asserted.is_empty(), "{}", scenario.id);
             assert!(!(scenario.quick && scenario.elsewhere.is_some()), "{}", scenario.id);
         }
         assert!(find("s02").is_ok() && find("S99").is_err());

@@ -115,7 +115,7 @@ fn path(trace: &RouteTrace, replica: String) -> Vec<String> {
     trace.write_to(&mut headers);
     let mut path = vec![replica];
     let steps = headers.get_all(EXPLAIN).iter().filter_map(|step| step.to_str().ok());
-    let begun = steps.filter_map(|step| step.split_once("started through a tunnel of ")).last();
+    let begun = steps.filter_map(|step| step.split_once("started through a tunnel of ")).next_back();
     let owner = begun.and_then(|(_, place)| place.strip_prefix("replica "));
     path.extend(owner.and_then(|place| place.split(' ').next()).map(str::to_owned));
     path

@@ -229,7 +229,8 @@ impl Core {
         if !matches!(packet.content, Content::Datagram(..)) && rule.loss > 0.0 {
             let mut late = 0;
             while late < MOST_LATE && self.random.random_bool(rule.loss) {
-                late += AGAIN + late;
+                // Each wait is twice as long as the one before.
+                late = 2 * late + AGAIN;
             }
             at += late;
         }

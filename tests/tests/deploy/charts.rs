@@ -564,7 +564,7 @@ async fn definitions(kubernetes: &Kubernetes) -> Result<()> {
     ] {
         kubernetes.kubectl(&["apply", "--server-side", "-f", text(&file)?]).await?;
     }
-    established(&kubernetes).await?;
+    established(kubernetes).await?;
     Ok(())
 }
 

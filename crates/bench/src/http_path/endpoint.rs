@@ -180,7 +180,7 @@ impl Setup {
         let work = work(row).with_context(|| format!("{row} is no row"))?;
         // The order alternates too, so that neither way is always first.
         let mut measure = |through| self.load(work, through, span).with_context(|| row);
-        Ok(Measured::Pair(if round % 2 == 0 {
+        Ok(Measured::Pair(if round.is_multiple_of(2) {
             let direct = measure(false)?;
             [direct, measure(true)?]
         } else {

@@ -171,12 +171,12 @@ fn messages(manner: &Manner) -> impl futures_util::Stream<Item = HttpRequest> + 
 /// Returns the name of the replica whose tunnel served a request, by the steps that kas reports. If it tried
 /// several tunnels, the last one counts.
 fn serving(metadata: &MetadataMap) -> Option<String> {
-    let steps = metadata.get_all(EXPLAIN).iter().filter_map(|value| {
+    let mut steps = metadata.get_all(EXPLAIN).iter().filter_map(|value| {
         let (_micros, step) = value.to_str().ok()?.split_once(' ')?;
         let rest = step.strip_prefix(STARTED_HERE).or_else(|| step.strip_prefix(STARTED_THERE))?;
         rest.split(' ').next().filter(|name| !name.is_empty()).map(printable)
     });
-    steps.last()
+    steps.next_back()
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ enum Connection {
     Closed,
     /// Every request that needs it waits for the same attempt.
     Opening(Opening),
-    Open(Client),
+    Open(Box<Client>),
 }
 
 /// Where requests enter. It is connected when a request needs it, once for all requests.
@@ -59,7 +59,7 @@ impl Entrance {
         replica: Option<String>,
         client: Option<Client>,
     ) -> Self {
-        let connection = client.map_or(Connection::Closed, Connection::Open);
+        let connection = client.map_or(Connection::Closed, |client| Connection::Open(Box::new(client)));
         let url = address.to_string().into();
         Self { connector, address, url, replica, state: RefCell::new(State { connection, number: 0 }) }
     }
@@ -72,7 +72,7 @@ impl Entrance {
     /// Returns the connection, if it is open.
     pub(super) fn opened(&self) -> Option<Client> {
         match &self.state.borrow().connection {
-            Connection::Open(client) if !client.is_closed() => Some(client.clone()),
+            Connection::Open(client) if !client.is_closed() => Some(Client::clone(client)),
             _ => None,
         }
     }
@@ -89,7 +89,7 @@ impl Entrance {
             let mut state = self.state.borrow_mut();
             let opening = match &state.connection {
                 Connection::Open(client) if !client.is_closed() => {
-                    return Ok(Numbered { client: client.clone(), number: state.number });
+                    return Ok(Numbered { client: Client::clone(client), number: state.number });
                 }
                 Connection::Opening(opening) => opening.clone(),
                 Connection::Open(_) | Connection::Closed => {
@@ -106,7 +106,7 @@ impl Entrance {
         // The first request that sees the end of the attempt records it.
         if state.number == number && matches!(state.connection, Connection::Opening(_)) {
             state.connection = match &opened {
-                Ok(client) => Connection::Open(client.clone()),
+                Ok(client) => Connection::Open(Box::new(client.clone())),
                 Err(_) => Connection::Closed,
             };
         }

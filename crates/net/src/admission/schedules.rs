@@ -31,6 +31,11 @@ enum Does {
     Leaves,
 }
 
+fn ready_after(step: &impl Fn()) -> Poll<()> {
+    step();
+    Poll::Ready(())
+}
+
 async fn connection(scheduler: Arc<AdmissionScheduler>, running: Arc<AtomicUsize>, does: Does) {
     let step = || {
         assert!(running.fetch_add(1, Ordering::Relaxed) < SLOTS, "more steps than slots at a time");
@@ -41,7 +46,7 @@ async fn connection(scheduler: Arc<AdmissionScheduler>, running: Arc<AtomicUsize
     match does {
         Does::Steps => {
             for _ in 0..2 {
-                poll_fn(|cx| permit.poll(cx, |_| Poll::Ready(step()))).await;
+                poll_fn(|cx| permit.poll(cx, |_| ready_after(&step))).await;
             }
         }
         Does::Begins => {
@@ -50,7 +55,7 @@ async fn connection(scheduler: Arc<AdmissionScheduler>, running: Arc<AtomicUsize
             poll_fn(|cx| permit.poll(cx, |_| Poll::Ready(()))).await;
         }
         Does::Leaves => {
-            let _ = poll_fn(|cx| Poll::Ready(permit.poll(cx, |_| Poll::Ready(step())))).await;
+            let _ = poll_fn(|cx| Poll::Ready(permit.poll(cx, |_| ready_after(&step)))).await;
             point();
         }
     }

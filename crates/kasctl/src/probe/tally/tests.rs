@@ -45,7 +45,7 @@ fn a_gap_is_from_the_last_answer_to_the_next_one_of_the_same_agent() {
     }
     ok(&mut tally, 3, 1, 400);
     let gap = Gap { agent: agent(1), at: ms(0), duration: ms(400), failed: 1, is_open: false };
-    assert_eq!(tally.gaps, [gap.clone()]);
+    assert_eq!(tally.gaps, std::slice::from_ref(&gap));
     assert_eq!(tally.longest_gap, Some(gap));
     // 300 ms are three turns.
     ok(&mut tally, 4, 1, 700);
