@@ -7,19 +7,13 @@
 
 use std::{
     collections::BTreeMap,
-    future::poll_fn,
     net::SocketAddr,
     sync::Arc,
     task::{Context, Poll},
 };
 
-use chitchat::{
-    ChitchatEnvelope,
-    transport::{RecvOutcome, SendOutcome, Socket},
-};
+use chitchat::ChitchatEnvelope;
 use parking_lot::Mutex;
-
-use crate::transport::{Arrival, Link};
 
 /// The most envelopes that are kept for datagrams in transit. Those of lost datagrams are never taken.
 const IN_TRANSIT: usize = 10_000;
@@ -53,7 +47,7 @@ impl std::fmt::Debug for Envelopes {
 }
 
 impl Envelopes {
-    fn put(&self, envelope: ChitchatEnvelope) -> [u8; 8] {
+    pub(crate) fn put(&self, envelope: ChitchatEnvelope) -> [u8; 8] {
         let mut transit = self.0.lock();
         transit.sent += 1;
         let number = transit.sent;
@@ -64,7 +58,7 @@ impl Envelopes {
         number.to_be_bytes()
     }
 
-    fn take(&self, bytes: &[u8]) -> Option<ChitchatEnvelope> {
+    pub(crate) fn take(&self, bytes: &[u8]) -> Option<ChitchatEnvelope> {
         let number = u64::from_be_bytes(bytes.try_into().ok()?);
         self.0.lock().envelopes.remove(&number)
     }
@@ -80,43 +74,5 @@ pub(crate) struct Network {
 impl std::fmt::Debug for Network {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Network")
-    }
-}
-
-/// chitchat's socket.
-pub(crate) struct SimulatedSocket {
-    pub(crate) link: Arc<Link>,
-    pub(crate) network: Network,
-    pub(crate) buffer: Vec<u8>,
-}
-
-#[async_trait::async_trait]
-impl Socket for SimulatedSocket {
-    fn local_addr(&self) -> anyhow::Result<SocketAddr> {
-        Ok(self.network.datagrams.local_addr())
-    }
-
-    async fn send(&mut self, to: SocketAddr, envelope: ChitchatEnvelope) -> anyhow::Result<SendOutcome> {
-        let bytes = self.network.envelopes.put(envelope);
-        self.link.send(to, &bytes).await;
-        Ok(SendOutcome { num_bytes_sent: bytes.len() })
-    }
-
-    /// # Cancel safety
-    /// Cancel safe, except that a hello can be lost; the peer asks again.
-    async fn recv(&mut self) -> anyhow::Result<RecvOutcome> {
-        loop {
-            let Self { network, buffer, .. } = self;
-            let len = poll_fn(|cx| network.datagrams.poll_recv(cx, buffer)).await;
-            match self.link.accept(&mut self.buffer[..len]) {
-                Some(Arrival::Message { from, bytes }) => {
-                    if let Some(envelope) = self.network.envelopes.take(&bytes) {
-                        return Ok(RecvOutcome { from_addr: from, envelope, num_bytes_received: len });
-                    }
-                }
-                Some(Arrival::Unproven { to, hello }) => self.link.greet(to, &hello).await,
-                None => {}
-            }
-        }
     }
 }

@@ -12,6 +12,9 @@
 //! dropped by their source address, but only after chitchat has decoded them: such a process is inside the
 //! trust boundary.
 
+#[cfg(feature = "simulation")]
+mod simulated;
+
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
@@ -257,7 +260,7 @@ impl Transport for SealedTransport {
     async fn open(&self, _: SocketAddr) -> anyhow::Result<Box<dyn Socket>> {
         #[cfg(feature = "simulation")]
         if let Outer::Simulated(network) = &self.0.outer {
-            return Ok(Box::new(crate::simulation::SimulatedSocket {
+            return Ok(Box::new(simulated::SimulatedSocket {
                 link: Arc::clone(&self.0),
                 network: network.clone(),
                 buffer: vec![0; MAX_DATAGRAM + 1],

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// A stream of HTTP/2 as a connection. Reading from it fails once it was reset. If it is dropped, it ends
-/// regularly, unless it was [marked](Self::reset_on_close) before.
+/// regularly, unless it was marked before.
 pub struct Http2Stream {
     /// Never locked: the lock only makes this `Sync`, like the other kinds of connections.
     inner: Mutex<TokioIo<Upgraded>>,
