@@ -17,7 +17,8 @@ pub(crate) struct ChaosArgs {
     arguments: Vec<OsString>,
 }
 
-/// Runs `chaos` with the release profile. It finds the programs in its own folder, or where `--programs` says.
+/// Runs `chaos` with the release profile. It finds the programs in its own folder, or where `--programs`
+/// says.
 pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     let given = |flag: &str| args.arguments.iter().any(|argument| argument == flag);
     let chaos = if given("--no-build") {

@@ -1,7 +1,7 @@
 //! The Kubernetes API server of an agent of the swarm: it records each request, and knows three of them.
 //!
-//! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms, and
-//! an upgraded connection of the pod `x-ID` returns each byte.
+//! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms,
+//! and an upgraded connection of the pod `x-ID` returns each byte.
 
 use std::{convert::Infallible, time::Duration};
 

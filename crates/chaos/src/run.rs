@@ -470,7 +470,8 @@ impl Run {
         Ok(())
     }
 
-    /// Counts replicas that lived and were neither live nor suspect in a list of these observers in this time.
+    /// Counts replicas that lived and were neither live nor suspect in a list of these observers in this
+    /// time.
     pub(crate) fn false_deaths(&self, from: Micros, to: Micros, observers: &[usize]) -> u32 {
         let observers: BTreeSet<String> = observers.iter().map(|n| self.name(*n)).collect();
         let history = self.history.lock();

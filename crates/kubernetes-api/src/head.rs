@@ -30,7 +30,8 @@ pub(crate) struct AnswerHead {
 }
 
 impl AnswerHead {
-    /// Reads the head, an encoded `grpctool.HttpResponse.Header`. Values that HTTP does not allow are dropped.
+    /// Reads the head, an encoded `grpctool.HttpResponse.Header`. Values that HTTP does not allow are
+    /// dropped.
     /// `upgrade`: the protocol that the request asked for, to which the API server may have switched.
     ///
     /// # Errors

@@ -132,8 +132,8 @@ pub(super) async fn without_udp(run: &mut Run) -> Result<()> {
 
 pub(super) async fn half_open(run: &mut Run) -> Result<()> {
     run.load(RATE, 0, 0);
-    // Agents without load, on a host of their own. They are not watched by the observer, so their replicas are
-    // asked here.
+    // Agents without load, on a host of their own. They are not watched by the observer, so their replicas
+    // are asked here.
     let (first, count) = (run.setup.agents + 1, run.setup.more_agents);
     let swarm = run.swarm((first, count, 0, 2), None, 1).await?;
     run.connected(swarm).await?;

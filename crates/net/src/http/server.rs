@@ -24,7 +24,8 @@ use crate::{
     tls,
 };
 
-/// Connections that are accepted from [`Phase::Closing`] on: at least as many as the queue of the system holds.
+/// Connections that are accepted from [`Phase::Closing`] on: at least as many as the queue of the system
+/// holds.
 const QUEUED: usize = 4_096;
 /// Connections that are accepted before the thread's other tasks run: accepting as many takes about as long
 /// as a step of one of them.
@@ -59,7 +60,8 @@ impl std::fmt::Debug for Server {
 impl Server {
     /// Serves until the lifecycle is [`Phase::Stopped`] and the connections have ended, those that were
     /// upgraded too. From [`Phase::Closing`] on, only connections are accepted that were in the queue of the
-    /// system: without that, a client could have sent a request on one of them and not know what became of it.
+    /// system: without that, a client could have sent a request on one of them and not know what became of
+    /// it.
     pub async fn run(self, lifecycle: Lifecycle) {
         let tasks = tokio_util::task::TaskTracker::new();
         let admission = AdmissionScheduler::of_this_runtime();

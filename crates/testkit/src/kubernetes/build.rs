@@ -216,8 +216,8 @@ impl Module {
     }
 }
 
-/// Sets the version of Kubernetes, if the module builds some of it, to that of its release build: clients read
-/// it from `/version`.
+/// Sets the version of Kubernetes, if the module builds some of it, to that of its release build: clients
+/// read it from `/version`.
 fn linker_flags(requirements: &str) -> Result<String> {
     let mut flags = "-s -w".to_owned();
     let version = requirements

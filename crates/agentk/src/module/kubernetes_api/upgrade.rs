@@ -125,7 +125,8 @@ pub(super) struct Switched {
 }
 
 impl Switched {
-    /// `parts`: the head of the answer. `max_chunk`: see [`UpgradedBody::new`]. `stream`: what the caller sends.
+    /// `parts`: the head of the answer. `max_chunk`: see [`UpgradedBody::new`]. `stream`: what the caller
+    /// sends.
     pub(super) fn new(
         parts: &response::Parts,
         max_chunk: usize,
