@@ -43,7 +43,8 @@ fn seeds_that_failed_once_pass() {
 #[test]
 fn flaws_are_found_by_few_seeds() {
     for flaw in ["clean-end", "kept-agents", "repeat"] {
-        let output = sim(&["--seeds", "12", "--agents", "20", "--flaw", flaw]);
+        let few = ["--seeds", "1", "--replicas", "3", "--agents", "10", "--minutes", "0.25"];
+        let output = sim(&[&few[..], &["--flaw", flaw]].concat());
         let said = String::from_utf8_lossy(&output.stdout);
         assert_eq!(output.status.code(), Some(1), "{flaw}: {said}");
         assert!(said.contains("failed:"), "{flaw}: {said}");

@@ -133,8 +133,11 @@ impl Loop<'_> {
     async fn run<D: Driver>(mut self, driver: &mut D, judged: &Notify) {
         let Serve { limits, lifecycle, .. } = self.serve;
         let mut phase = lifecycle.watch();
-        // A connection that came while the process leaves is served.
+        // A connection that came while the process leaves is served, until no other can come.
         let mut told = *phase.borrow_and_update() >= Phase::Leaving;
+        if lifecycle.phase() >= Phase::Closing {
+            self.leave(driver, GoAway::Leaving);
+        }
         // Counted from admission: what came before is still to be read, also after a pause of this process.
         // Moved on once the first frame has come.
         let mut deadline = pin!(tokio::time::sleep(limits.first_frame.min(limits.authentication)));
@@ -173,7 +176,9 @@ impl Loop<'_> {
                     let now = lifecycle.phase();
                     stopped = now == Phase::Stopped;
                     // One phase may follow another before this is polled.
-                    if now >= Phase::Leaving && !stopped && !std::mem::replace(&mut told, true) {
+                    let leaves = now >= Phase::Closing || now >= Phase::Leaving && !told;
+                    told |= now >= Phase::Leaving;
+                    if leaves && !stopped {
                         self.leave(driver, GoAway::Leaving);
                     }
                     ControlFlow::Continue(())

@@ -602,11 +602,22 @@ async fn last_answer_of_a_drained_connection_has_connection_close() {
     assert_eq!(rest(&mut idle).await, "");
     let got = rest(&mut busy).await;
     assert!(got.contains("connection: close\r\n") && got.ends_with("slow"), "{got}");
-    // What comes now is still served, until the end.
+    // What comes now is still served.
     let mut late = server.socket(&get("/")).await;
     until(&mut late, "\r\n\r\nHTTP/1.1").await;
-    server.lifecycle.advance(Phase::Stopped);
+    let mut slow = server.socket(&get("/")).await;
+    until(&mut slow, "\r\n\r\nHTTP/1.1").await;
+    slow.write_all(&get("/slow")).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    // From now on nothing else is, so that nothing has begun when the end comes.
+    server.lifecycle.advance(Phase::Closing);
     assert_eq!(rest(&mut late).await, "");
+    let got = rest(&mut slow).await;
+    assert!(got.contains("connection: close\r\n") && got.ends_with("slow"), "{got}");
+    let address = server.address;
+    let refused = async || TcpStream::connect(address).await.is_err();
+    timeout(SOON, async { while !refused().await {} }).await.expect("the listener closes");
+    server.lifecycle.advance(Phase::Stopped);
     timeout(SOON, server.task).await.unwrap().unwrap();
 }
 
