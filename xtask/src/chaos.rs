@@ -35,31 +35,6 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     status(Command::new(&chaos).args(&args.arguments), &chaos)
 }
 
-/// Runs the quick set with the programs of the dev profile, as a check: the tests have built most of them.
-/// Returns the exit code of `chaos`.
-pub(crate) fn quick() -> Result<Option<i32>> {
-    let mut build = workspace::cargo();
-    build.args([
-        "build",
-        "--workspace",
-        "--bin",
-        "kas",
-        "--bin",
-        "agentk",
-        "--bin",
-        "kasctl",
-        "--bin",
-        "chaos",
-    ]);
-    let built = build.status().context("cannot run cargo")?;
-    if !built.success() {
-        return Ok(built.code());
-    }
-    let chaos = target()?.join("debug/chaos");
-    let mut command = Command::new(&chaos);
-    Ok(command.arg("--quick").status().with_context(|| format!("cannot run {}", chaos.display()))?.code())
-}
-
 fn target() -> Result<std::path::PathBuf> {
     let metadata = workspace::metadata()?;
     let target = metadata["target_directory"].as_str().context("cargo metadata has no target folder")?;
