@@ -59,8 +59,9 @@ fn certificates(folder: &Path) -> Result<()> {
 fn kubernetes_binaries() -> Result<()> {
     let Binaries { etcd, kube_apiserver } = kubernetes::binaries()?;
     let Tools { kubectl, kubectl_1_29, kubelet, informers, library } = kubernetes::tools()?;
+    let helm = kubernetes::helm()?;
     let mut stdout = io::stdout();
-    for program in [etcd, kube_apiserver, kubectl, kubectl_1_29, kubelet, informers, library] {
+    for program in [etcd, kube_apiserver, kubectl, kubectl_1_29, kubelet, informers, library, helm] {
         writeln!(stdout, "{}", program.display())?;
     }
     Ok(())
