@@ -170,7 +170,7 @@ impl<'a> Iterator for Fields<'a> {
 }
 
 /// An entry of a `map<string, Values>`. If a map has several entries with one key, the last one counts for
-/// generated code; whoever reads entries gets them all.
+/// generated code; a caller that reads entries gets all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry<'a> {
     /// The key.

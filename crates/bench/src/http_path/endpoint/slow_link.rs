@@ -29,7 +29,7 @@ const BURST: &str = "3000";
 /// That of Ethernet. A packet of loopback would take 52 ms.
 const MTU: &str = "1500";
 
-/// Who has opened the connections whose packets pass the link.
+/// Which side has opened the connections whose packets pass the link.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Server {
     /// The address is that of a server in the cluster.
