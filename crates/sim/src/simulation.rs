@@ -546,7 +546,7 @@ impl Simulation {
             Fault::Vanish { agent, replica, time } => {
                 let (a, b) = (agent_host(agent), replica::host(replica));
                 let cut = Rule { cut: true, ..Rule::default() };
-                let what = format!("agent {} and {} are cut", self.agents[agent], name(replica));
+                let what = starved::cut_off(self.agents[agent], &name(replica));
                 let number = self.note("agent cut", what, false, Effect::None);
                 let links = vec![(a, b, cut), (b, a, cut)];
                 self.lasting.push(Lasting { until: self.now + time, number, links, discovery: None });

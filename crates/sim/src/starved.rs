@@ -1,8 +1,8 @@
 //! A request that waits for an agent starts soon after the agent has come.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fmt::Display};
 
-use history::{Effect, History, Micros, Outcome, SECOND};
+use history::{Effect, History, Micros, Outcome, Presence, SECOND};
 
 /// How soon, if nothing disturbs the two replicas.
 const WITHIN: Micros = 4 * SECOND;
@@ -26,7 +26,8 @@ pub(crate) fn check(history: &History) -> Vec<String> {
                 continue;
             }
             let places = BTreeSet::from([&attempt.replica, &presence.replica]);
-            if is_disturbed(history, &places, since.saturating_sub(AFTER), ended) {
+            let from = since.saturating_sub(AFTER);
+            if is_disturbed(history, &places, from, ended) || is_cut_off(history, presence, from, ended) {
                 continue;
             }
             let seconds = (ended - since) as f64 / SECOND as f64;
@@ -39,6 +40,21 @@ pub(crate) fn check(history: &History) -> Vec<String> {
         }
     }
     breaches
+}
+
+/// What a fault is called that cuts an agent off from a replica. Neither notices at once, and the requests that
+/// it never answers keep its tunnels.
+pub(crate) fn cut_off(agent: impl Display, replica: &str) -> String {
+    format!("agent {agent} and {replica} are cut")
+}
+
+/// Whether the agent was cut off from the replica that believes to hold it.
+fn is_cut_off(history: &History, presence: &Presence, from: Micros, to: Micros) -> bool {
+    let what = cut_off(presence.agent, &presence.replica);
+    history
+        .faults
+        .iter()
+        .any(|fault| fault.what == what && fault.from <= to && fault.to.is_none_or(|end| end >= from))
 }
 
 /// Whether a fault concerns one of these replicas in this time, or all of them.
