@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: builds the programs and the crate `bench`, which measures them.
 
-use std::{ffi::OsString, path::Path, process::ExitCode};
+use std::{ffi::OsString, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -16,9 +16,7 @@ pub(crate) struct BenchArgs {
 /// Runs `bench`. It finds the programs in its own folder.
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     let bench = if args.arguments.iter().any(|argument| argument == "--no-build") {
-        let metadata = workspace::metadata()?;
-        let target = metadata["target_directory"].as_str().context("cargo metadata has no target folder")?;
-        Path::new(target).join("release/bench")
+        workspace::target()?.join("release/bench")
     } else {
         // Together with the programs that `cargo build --release` builds: the features of dependencies are
         // the same then, and nothing is built twice.

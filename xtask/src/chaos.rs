@@ -22,7 +22,7 @@ pub(crate) struct ChaosArgs {
 pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     let given = |flag: &str| args.arguments.iter().any(|argument| argument == flag);
     let chaos = if given("--no-build") {
-        target()?.join("release/chaos")
+        workspace::target()?.join("release/chaos")
     } else {
         let mut build = workspace::cargo();
         build.args(["build", "--release", "-p", "chaos"]);
@@ -33,12 +33,6 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
         runtime.block_on(workspace::build(build))?.path("chaos")?.to_owned()
     };
     status(Command::new(&chaos).args(&args.arguments), &chaos)
-}
-
-fn target() -> Result<std::path::PathBuf> {
-    let metadata = workspace::metadata()?;
-    let target = metadata["target_directory"].as_str().context("cargo metadata has no target folder")?;
-    Ok(Path::new(target).to_owned())
 }
 
 fn status(command: &mut Command, program: &Path) -> Result<ExitCode> {

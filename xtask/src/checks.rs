@@ -142,7 +142,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         let are_built = tests.is_some();
         summary.check("flaws", || flaws(are_built));
         summary.check("informers", || informers(are_built));
-        summary.check("sim", simulate);
+        summary.check("sim", || simulate(are_built));
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -265,9 +265,10 @@ fn informers(are_tests_built: bool) -> Result<Verdict> {
 }
 
 /// Simulates at least 50 seeds, and as many as 90 s allow.
-fn simulate() -> Result<Verdict> {
+fn simulate(is_built: bool) -> Result<Verdict> {
     let args = sim::SimArgs::of(&["--seeds", "50", "--within", "90"]);
-    Ok(Verdict::of(sim::run(&args)? == ExitCode::SUCCESS))
+    let code = if is_built { sim::run_of_tests(&args)? } else { sim::run(&args)? };
+    Ok(Verdict::of(code == ExitCode::SUCCESS))
 }
 
 fn fuzz() -> Result<Verdict> {

@@ -213,10 +213,7 @@ pub(crate) fn run(args: &ImagesArgs) -> Result<ExitCode> {
         );
     }
     let root = workspace::root().to_owned();
-    let images = workspace::metadata()?["target_directory"]
-        .as_str()
-        .map(|folder| Path::new(folder).join("images"))
-        .context("cargo metadata has no target folder")?;
+    let images = workspace::target()?.join("images");
     let first = Build {
         args,
         target,

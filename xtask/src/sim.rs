@@ -1,6 +1,6 @@
 //! `cargo xtask sim`: builds the crate `sim` and runs it.
 
-use std::{ffi::OsString, process::ExitCode};
+use std::{ffi::OsString, path::Path, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -22,12 +22,21 @@ impl SimArgs {
 
 /// Runs `sim`.
 pub(crate) fn run(args: &SimArgs) -> Result<ExitCode> {
-    // With the features of the tests, so that nothing is built twice.
     let mut build = workspace::cargo();
     build.args(["build", "--workspace", "--bin", "sim"]);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let sim = runtime.block_on(workspace::build(build))?.path("sim")?.to_owned();
-    let status = std::process::Command::new(&sim)
+    run_program(&sim, args)
+}
+
+/// Runs `sim` as the tests have built it, with the features of everything. To build it alone would build most
+/// of the workspace once more.
+pub(crate) fn run_of_tests(args: &SimArgs) -> Result<ExitCode> {
+    run_program(&workspace::target()?.join("debug/sim"), args)
+}
+
+fn run_program(sim: &Path, args: &SimArgs) -> Result<ExitCode> {
+    let status = std::process::Command::new(sim)
         .args(&args.arguments)
         .status()
         .with_context(|| format!("cannot run {}", sim.display()))?;

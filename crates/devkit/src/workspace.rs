@@ -135,6 +135,15 @@ pub fn metadata() -> Result<Value> {
     serde_json::from_slice(&output.stdout).context("cargo metadata printed no JSON")
 }
 
+/// Returns the folder into which cargo builds.
+///
+/// # Errors
+/// As [`metadata`].
+pub fn target() -> Result<PathBuf> {
+    let metadata = metadata()?;
+    Ok(metadata["target_directory"].as_str().context("cargo metadata has no target folder")?.into())
+}
+
 /// Finds a program in `PATH`.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH")?;
