@@ -51,7 +51,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Reads any program's configuration file; usable alone.
     ("settings", &[]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
-    ("kas-config", &["ids", "net", "process", "traces", "settings"]),
+    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings"]),
     // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
