@@ -48,6 +48,16 @@ fn exhibit<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
     must_fail_with(flaw, run);
 }
 
+/// As [`exhibit`], with the clock of the test, for processes on a simulated network.
+fn exhibit_paused<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
+    let run = || {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_all().start_paused(true).build().unwrap().block_on(test());
+    };
+    run();
+    must_fail_with(flaw, run);
+}
+
 /// How long anything may take. With a flaw it will not happen.
 fn deadline() -> Duration {
     if flaw::active().is_some() { Duration::from_secs(2) } else { DEADLINE }

@@ -1,4 +1,4 @@
-//! What takes long with the timing that is shipped: over a simulated network, with the clock of the test.
+//! A simulated network, for tests that would take long with the clock of the machine.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -12,46 +12,83 @@ use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use super::*;
 use crate::simulation::{Datagrams, Envelopes};
 
-/// A network on which datagrams arrive at once, or are lost.
+/// A network on which datagrams arrive at once, or are lost. All processes run on the runtime of the test, so
+/// the clock is that of the test.
 #[derive(Clone)]
-struct Network {
+pub(super) struct Network {
     envelopes: Envelopes,
     hosts: Arc<Mutex<Hosts>>,
 }
 
 struct Hosts {
+    /// Those that have started.
     ports: HashMap<SocketAddr, Weak<Port>>,
+    /// How many addresses have been given out.
+    addresses: u32,
+    /// No datagram reaches these.
+    shut: HashSet<SocketAddr>,
     /// Percentage of the datagrams that are lost.
     loss: u32,
     random: StdRng,
 }
 
 impl Network {
-    fn new() -> Self {
-        let hosts = Hosts { ports: HashMap::new(), loss: 0, random: StdRng::seed_from_u64(1) };
+    pub(super) fn new() -> Self {
+        let hosts = Hosts {
+            ports: HashMap::new(),
+            addresses: 0,
+            shut: HashSet::new(),
+            loss: 0,
+            random: StdRng::seed_from_u64(1),
+        };
         Self { envelopes: Envelopes::default(), hosts: Arc::new(Mutex::new(hosts)) }
+    }
+
+    /// Returns an address that no other process has.
+    pub(super) fn address(&self) -> SocketAddr {
+        let mut hosts = self.hosts.lock();
+        hosts.addresses += 1;
+        SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::from_bits(0x0a00_0000 + hosts.addresses), 8155))
+    }
+
+    /// Whether all datagrams to this address are lost.
+    pub(super) fn shut(&self, address: SocketAddr, is_shut: bool) {
+        let mut hosts = self.hosts.lock();
+        if is_shut {
+            hosts.shut.insert(address);
+        } else {
+            hosts.shut.remove(&address);
+        }
     }
 
     fn lose(&self, percentage: u32) {
         self.hosts.lock().loss = percentage;
     }
 
-    /// Starts a process with the timing that is shipped.
-    async fn start(&self, id: &str, peers: &[&Gossip]) -> Gossip {
-        let port = {
-            let mut hosts = self.hosts.lock();
-            // An address for each, also for those that are gone.
-            let host = Ipv4Addr::from_bits(0x0a00_0001 + hosts.ports.len() as u32);
-            let address = SocketAddr::V4(SocketAddrV4::new(host, 8155));
-            let hosts_of = Arc::clone(&self.hosts);
-            let port = Arc::new(Port { address, hosts: hosts_of, arrived: Mutex::default() });
-            hosts.ports.insert(address, Arc::downgrade(&port));
-            port
-        };
-        let known: Vec<_> = peers.iter().map(|peer| peer.local_addr()).collect();
-        let builder = builder(id).timing(Timing::default()).seeds(seeds(&known));
-        builder.simulated(port, self.envelopes.clone()).start().await.unwrap()
+    /// Returns a process with the timing of tests.
+    pub(super) fn builder(&self, id: &str) -> Builder {
+        self.builder_at(id, self.address())
     }
+
+    /// As [`Network::builder`], with an address of [`Network::address`].
+    pub(super) fn builder_at(&self, id: &str, address: SocketAddr) -> Builder {
+        let port = Arc::new(Port { address, hosts: Arc::clone(&self.hosts), arrived: Mutex::default() });
+        self.hosts.lock().ports.insert(address, Arc::downgrade(&port));
+        builder(id).simulated(port, self.envelopes.clone())
+    }
+
+    pub(super) async fn start(&self, id: &str, peers: &[&Gossip]) -> Gossip {
+        self.builder(id).seeds(known(peers)).start().await.unwrap()
+    }
+
+    /// Starts a process with the timing that is shipped.
+    async fn shipped(&self, id: &str, peers: &[&Gossip]) -> Gossip {
+        self.builder(id).timing(Timing::default()).seeds(known(peers)).start().await.unwrap()
+    }
+}
+
+fn known(peers: &[&Gossip]) -> watch::Receiver<HashSet<SocketAddr>> {
+    seeds(&peers.iter().map(|peer| peer.local_addr()).collect::<Vec<_>>())
 }
 
 /// The datagrams of a process.
@@ -70,7 +107,7 @@ impl Datagrams for Port {
         let port = {
             let mut hosts = self.hosts.lock();
             let loss = hosts.loss;
-            let is_lost = hosts.random.random_range(0..100) < loss;
+            let is_lost = hosts.random.random_range(0..100) < loss || hosts.shut.contains(&to);
             hosts.ports.get(&to).and_then(Weak::upgrade).filter(|_| !is_lost)
         };
         let Some(port) = port else { return };
@@ -96,9 +133,9 @@ impl Datagrams for Port {
 #[tokio::test(start_paused = true)]
 async fn a_crash_is_seen_within_three_seconds() {
     let network = Network::new();
-    let a = network.start("a", &[]).await;
-    let b = network.start("b", &[&a]).await;
-    let c = network.start("c", &[&a]).await;
+    let a = network.shipped("a", &[]).await;
+    let b = network.shipped("b", &[&a]).await;
+    let c = network.shipped("c", &[&a]).await;
     meshed(&[&a, &b, &c]).await;
     // Early samples raise the threshold of the detector.
     traffic(&a, 200).await;
@@ -114,9 +151,9 @@ async fn a_crash_is_seen_within_three_seconds() {
 async fn losing_every_third_datagram_drops_no_member() {
     let network = Network::new();
     network.lose(33);
-    let a = network.start("a", &[]).await;
-    let b = network.start("b", &[&a]).await;
-    let c = network.start("c", &[&a]).await;
+    let a = network.shipped("a", &[]).await;
+    let b = network.shipped("b", &[&a]).await;
+    let c = network.shipped("c", &[&a]).await;
     let nodes = [&a, &b, &c];
     meshed(&nodes).await;
     let recordings = nodes.map(Recording::of);
