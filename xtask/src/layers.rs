@@ -51,7 +51,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Reads any program's configuration file; usable alone.
     ("settings", &[]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
-    ("kas-config", &["ids", "net", "process", "traces", "settings"]),
+    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings"]),
     // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
@@ -398,7 +398,10 @@ fn crates(metadata: &Value) -> Result<Vec<Crate>> {
                 let name = name_of(dependency)?;
                 // Workspace members have a path; an external crate may have the same name.
                 if members.contains(&name) && !dependency["path"].is_null() {
-                    member.dependencies.push(Dependency { name, dev: dependency["kind"] == "dev" });
+                    // What only a feature adds to a program, that program ships without: `flaws`.
+                    let in_tests = FOR_TESTS.contains(&&*name) && dependency["optional"] == true;
+                    let dev = in_tests || dependency["kind"] == "dev";
+                    member.dependencies.push(Dependency { name, dev });
                 } else {
                     member.foreign.insert(name);
                 }
@@ -539,12 +542,16 @@ mod tests {
             { "name": "ids", "dependencies": [
                 { "name": "proto", "kind": null, "path": "/w/proto" },
                 { "name": "serde", "kind": null },
+                { "name": "museum", "kind": null, "path": "/w/museum", "optional": true },
             ]},
+            { "name": "museum", "dependencies": [] },
             { "name": "proto", "dependencies": [{ "name": "ids", "kind": "dev" }]},
         ]});
         let crates = crates(&metadata).unwrap();
-        assert_eq!(crates[0].dependencies, [Dependency { name: "proto".to_owned(), dev: false }]);
+        let dependency = |name: &str, dev| Dependency { name: name.to_owned(), dev };
+        // With a feature that no program ships with, as in tests.
+        assert_eq!(crates[0].dependencies, [dependency("proto", false), dependency("museum", true)]);
         assert!(crates[0].foreign.contains("serde"));
-        assert_eq!(crates[1].dependencies, []);
+        assert_eq!(crates[2].dependencies, []);
     }
 }

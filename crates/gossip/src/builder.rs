@@ -69,7 +69,7 @@ pub struct Builder {
     timing: Timing,
     health_gate: Option<HealthGate>,
     deaf_after: Option<Duration>,
-    #[cfg(feature = "simulation")]
+    #[cfg(any(test, feature = "simulation"))]
     network: Option<crate::simulation::Network>,
     #[cfg(test)]
     generation: Option<u64>,
@@ -89,7 +89,7 @@ impl Gossip {
             timing: Timing::default(),
             health_gate: None,
             deaf_after: None,
-            #[cfg(feature = "simulation")]
+            #[cfg(any(test, feature = "simulation"))]
             network: None,
             #[cfg(test)]
             generation: None,
@@ -165,7 +165,7 @@ impl Builder {
 
     /// Uses these datagrams and not a port of UDP, and runs on the runtime of the caller and not on a thread
     /// of its own.
-    #[cfg(feature = "simulation")]
+    #[cfg(any(test, feature = "simulation"))]
     #[must_use]
     pub fn simulated(
         mut self,
@@ -178,7 +178,7 @@ impl Builder {
 
     /// Where datagrams go: returns the port, and its address.
     fn bind(&self) -> io::Result<(Port, SocketAddr)> {
-        #[cfg(feature = "simulation")]
+        #[cfg(any(test, feature = "simulation"))]
         if let Some(network) = &self.network {
             return Ok((Port::Simulated(network.clone()), network.datagrams.local_addr()));
         }
@@ -310,7 +310,7 @@ impl Builder {
                     .spawn(run)
                     .map_err(|error| thread(Box::new(error)))?;
             }
-            #[cfg(feature = "simulation")]
+            #[cfg(any(test, feature = "simulation"))]
             Port::Simulated(network) => drop(tokio::spawn(serve(Ok(Outer::Simulated(network)), ready))),
         }
         match started.await {
@@ -334,7 +334,7 @@ impl Builder {
 /// Where datagrams go.
 enum Port {
     Udp(std::net::UdpSocket),
-    #[cfg(feature = "simulation")]
+    #[cfg(any(test, feature = "simulation"))]
     Simulated(crate::simulation::Network),
 }
 

@@ -64,7 +64,7 @@ mod node;
 mod publish;
 mod reachability;
 pub mod seal;
-#[cfg(feature = "simulation")]
+#[cfg(any(test, feature = "simulation"))]
 pub mod simulation;
 mod state;
 #[cfg(test)]

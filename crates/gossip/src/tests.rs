@@ -1,11 +1,12 @@
-//! Several processes of a mesh in one test process, over loopback. All ports are 0, all waits have a
-//! deadline.
+//! Several processes of a mesh in one test process, over loopback, or a simulated network. All ports are 0,
+//! all waits have a deadline.
 
 mod health;
 mod mesh;
 mod partitions;
 mod restarts;
 mod security;
+mod simulated;
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -42,6 +43,16 @@ fn exhibit<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
     let run = || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(test());
+    };
+    run();
+    must_fail_with(flaw, run);
+}
+
+/// As [`exhibit`], with the clock of the test, for processes on a simulated network.
+fn exhibit_paused<F: Future<Output = ()>>(flaw: Flaw, test: impl Fn() -> F) {
+    let run = || {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_all().start_paused(true).build().unwrap().block_on(test());
     };
     run();
     must_fail_with(flaw, run);
@@ -164,8 +175,6 @@ struct Proxy {
     target: watch::Sender<Option<SocketAddr>>,
     refused: Arc<Mutex<HashSet<SocketAddr>>>,
     is_shut: Arc<AtomicBool>,
-    /// Percentage of the datagrams that are dropped.
-    loss: Arc<AtomicU32>,
     seen: Arc<Mutex<Vec<Vec<u8>>>>,
     task: tokio::task::JoinHandle<()>,
 }
@@ -176,19 +185,16 @@ impl Proxy {
         let address = socket.local_addr().unwrap();
         let (target, to) = watch::channel(None);
         let (refused, is_shut) = (Arc::new(Mutex::new(HashSet::new())), Arc::new(AtomicBool::new(false)));
-        let (loss, seen) = (Arc::new(AtomicU32::new(0)), Arc::new(Mutex::new(Vec::new())));
+        let seen = Arc::new(Mutex::new(Vec::new()));
         let task = {
             let (refused, is_shut) = (Arc::clone(&refused), Arc::clone(&is_shut));
-            let (loss, seen) = (Arc::clone(&loss), Arc::clone(&seen));
+            let seen = Arc::clone(&seen);
             tokio::spawn(async move {
                 let mut buffer = vec![0; 65_536];
                 loop {
                     let Ok((len, from)) = socket.recv_from(&mut buffer).await else { continue };
                     let target = *to.borrow();
                     if is_shut.load(Ordering::Relaxed) || refused.lock().contains(&from) {
-                        continue;
-                    }
-                    if rand::random_range(0..100) < loss.load(Ordering::Relaxed) {
                         continue;
                     }
                     if let Some(target) = target {
@@ -198,7 +204,7 @@ impl Proxy {
                 }
             })
         };
-        Self { address, target, refused, is_shut, loss, seen, task }
+        Self { address, target, refused, is_shut, seen, task }
     }
 
     async fn start(&self, id: &str, peers: &[SocketAddr]) -> Gossip {

@@ -12,7 +12,7 @@
 //! dropped by their source address, but only after chitchat has decoded them: such a process is inside the
 //! trust boundary.
 
-#[cfg(feature = "simulation")]
+#[cfg(any(test, feature = "simulation"))]
 mod simulated;
 
 use std::{
@@ -54,7 +54,7 @@ const HELLOS: usize = 64;
 #[derive(Debug)]
 pub(crate) enum Outer {
     Udp(UdpSocket),
-    #[cfg(feature = "simulation")]
+    #[cfg(any(test, feature = "simulation"))]
     Simulated(crate::simulation::Network),
 }
 
@@ -62,7 +62,7 @@ impl Outer {
     fn local_addr(&self) -> std::io::Result<SocketAddr> {
         match self {
             Self::Udp(socket) => socket.local_addr(),
-            #[cfg(feature = "simulation")]
+            #[cfg(any(test, feature = "simulation"))]
             Self::Simulated(network) => Ok(network.datagrams.local_addr()),
         }
     }
@@ -70,7 +70,7 @@ impl Outer {
     async fn send_to(&self, datagram: &[u8], to: SocketAddr) -> std::io::Result<usize> {
         match self {
             Self::Udp(socket) => socket.send_to(datagram, to).await,
-            #[cfg(feature = "simulation")]
+            #[cfg(any(test, feature = "simulation"))]
             Self::Simulated(network) => {
                 network.datagrams.send(to, datagram);
                 Ok(datagram.len())
@@ -82,7 +82,7 @@ impl Outer {
     async fn recv(&self, buffer: &mut [u8]) -> std::io::Result<usize> {
         match self {
             Self::Udp(socket) => socket.recv_from(buffer).await.map(|(len, _)| len),
-            #[cfg(feature = "simulation")]
+            #[cfg(any(test, feature = "simulation"))]
             Self::Simulated(network) => {
                 Ok(std::future::poll_fn(|cx| network.datagrams.poll_recv(cx, buffer)).await)
             }
@@ -258,7 +258,7 @@ pub(crate) struct SealedTransport(pub(crate) Arc<Link>);
 impl Transport for SealedTransport {
     /// Opens the pair of loopback sockets. The outer socket is bound already, so the address is not used.
     async fn open(&self, _: SocketAddr) -> anyhow::Result<Box<dyn Socket>> {
-        #[cfg(feature = "simulation")]
+        #[cfg(any(test, feature = "simulation"))]
         if let Outer::Simulated(network) = &self.0.outer {
             return Ok(Box::new(simulated::SimulatedSocket {
                 link: Arc::clone(&self.0),

@@ -1,6 +1,7 @@
 //! The certificates of kas: reloads TLS configurations when their files change, and warns before certificates
 //! expire.
 
+mod lists;
 mod metrics;
 mod users;
 
@@ -15,6 +16,7 @@ use process::error::chain;
 use process::files::{Followed, Snapshot};
 use rustls::{ClientConfig, ServerConfig};
 
+use self::lists::Lists;
 pub use self::{
     metrics::{CertificateMetrics, CertificatePart},
     users::LiveVerifier,
@@ -57,6 +59,7 @@ struct Known {
 pub struct Certificates {
     metrics: Arc<CertificateMetrics>,
     known: Mutex<Vec<Known>>,
+    lists: Mutex<Lists>,
 }
 
 /// A listener that asks clients for certificates of users.
@@ -78,7 +81,7 @@ pub type PrivateTls = (Live<ServerConfig>, Live<ClientConfig>);
 impl Certificates {
     /// Starts with no certificates.
     pub fn new(metrics: Arc<CertificateMetrics>) -> Arc<Self> {
-        Arc::new(Self { metrics, known: Mutex::default() })
+        Arc::new(Self { metrics, known: Mutex::default(), lists: Mutex::default() })
     }
 
     /// Returns the configuration of a listener, and the files that reload it.
@@ -127,7 +130,7 @@ impl Certificates {
         let before = Snapshot::reading(vec![files.certificate.clone(), files.key.clone()]);
         let paths = [Some(clients.ca.clone()), clients.crl.clone()].into_iter().flatten();
         let before_users = Snapshot::looking_at(paths.collect());
-        let (files, clients) = (files.clone(), clients.clone());
+        let (files, clients, lists) = (files.clone(), clients.clone(), clients.crl.clone());
         let make_server = move || {
             let config = tls::server(&files.certificate, &files.key)?;
             let config = tls::or_http1(&config);
@@ -141,6 +144,7 @@ impl Certificates {
         let (verifier, authority, ca) = make_users()?;
         self.shows(section, &file, own);
         self.ends(section, CertificatePart::Authority, &ca, authority.last);
+        self.lists_are_due(section, lists.as_deref(), verifier.lists_due());
         let live = Live::from(verifier.server_as(&server));
         let verifier = Arc::new(LiveVerifier::new(verifier));
         // Each change uses what the other one has left, so there must be one at a time.
@@ -159,6 +163,7 @@ impl Certificates {
         let users = before_users.then(format!("{section}.listen.client_ca_file"), move || {
             let (verifier, authority, ca) = make_users().map_err(|error| chain(&error))?;
             certificates.ends(section, CertificatePart::Authority, &ca, authority.last);
+            certificates.lists_are_due(section, lists.as_deref(), verifier.lists_due());
             let _changing = changing.lock().unwrap_or_else(PoisonError::into_inner);
             used.0.replace(verifier.server_as(&used.0.current()));
             used.1.replace(verifier);
@@ -234,12 +239,14 @@ impl Certificates {
         Ok(())
     }
 
-    /// Logs which certificates expire soon, each time that it becomes more urgent.
+    /// Logs which certificates expire soon, each time that it becomes more urgent, and which lists of revoked
+    /// certificates are overdue.
     pub fn warn(&self) {
         self.warn_at(process::clock::wall());
     }
 
     fn warn_at(&self, now: Duration) {
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner).warn_at(now);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         for one in known.iter_mut() {
             let alarm = Alarm::at(one.ends, now);
@@ -287,6 +294,12 @@ impl Certificates {
     fn shows(&self, section: &'static str, file: &Path, validity: Validity) {
         self.ends(section, CertificatePart::Leaf, file, validity.leaf);
         self.ends(section, CertificatePart::Chain, file, validity.first);
+    }
+
+    fn lists_are_due(&self, section: &'static str, file: Option<&Path>, due: Option<Duration>) {
+        let Some(file) = file else { return };
+        self.metrics.lists_are_due(section, file, due);
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner).are_due(section, file, due);
     }
 
     fn ends(&self, section: &'static str, part: CertificatePart, file: &Path, ends: Duration) {

@@ -194,7 +194,8 @@ impl KubernetesApi {
         let place = selection::place(&settings.prefix, &path)?;
         if place == Place::Ready {
             about.is_probe = true;
-            return self.readiness();
+            not_here(connect.as_ref())?;
+            return self.readiness(&parts.method);
         }
         let by_host = match &settings.host_suffix {
             None => None,
@@ -241,6 +242,7 @@ impl KubernetesApi {
         let at = match place {
             Place::Cluster(at) => at,
             Place::List => {
+                not_here(connect.as_ref())?;
                 about.page = settings.origins.judge(&parts.headers, &visit)?;
                 if let Some(response) = about.page.preflight(&parts.method, &parts.headers) {
                     about.is_probe = true;
@@ -315,6 +317,7 @@ impl KubernetesApi {
         let request = Allowed {
             agent,
             kind,
+            is_proxy: info.is_proxy(),
             upgrade,
             connect,
             at,
@@ -328,9 +331,9 @@ impl KubernetesApi {
         self.forward(about, body, request).await
     }
 
-    fn readiness(&self) -> Result<Response<Body>, Failure> {
+    fn readiness(&self, method: &Method) -> Result<Response<Body>, Failure> {
         if (self.is_ready)() {
-            Ok(Response::new(grpc::full(Bytes::from_static(b"ready\n"))))
+            Ok(of_kas(method, "text/plain; charset=utf-8", Bytes::from_static(b"ready\n")))
         } else {
             let text = "this kas is starting or shutting down";
             Err(Failure::refused(Rule::Form, StatusCode::SERVICE_UNAVAILABLE, text))
@@ -461,13 +464,7 @@ impl KubernetesApi {
         about.is_allowed = true;
         let json = agents::to_json(reach, &all);
         about.record.ended_at_endpoint(Some(200), EndedBy::Upstream.as_str(), json.len() as u64);
-        let length = json.len();
-        let body = if about.method == Method::HEAD { Bytes::new() } else { json.into() };
-        let mut response = Response::new(grpc::full(body));
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        headers.insert(header::CONTENT_LENGTH, length.into());
-        Ok(response)
+        Ok(of_kas(&about.method, "application/json", json.into()))
     }
 
     /// Sends an allowed request to its agent, and returns the answer.
@@ -481,8 +478,20 @@ impl KubernetesApi {
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Send,
     {
-        let Allowed { agent, kind, upgrade, connect, at, authorized, open, message, needs, context, closes } =
-            request;
+        let Allowed {
+            agent,
+            kind,
+            is_proxy,
+            upgrade,
+            connect,
+            at,
+            authorized,
+            open,
+            message,
+            needs,
+            context,
+            closes,
+        } = request;
         let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
         let shared = Arc::clone(open.shared());
         let chosen = ChosenAgentk::default();
@@ -537,7 +546,7 @@ impl KubernetesApi {
             link.end();
         }
         let answered = answered.and_then(|(head, reader)| match head {
-            Ok(head) if head.status == StatusCode::UNAUTHORIZED && kind != Kind::Proxy => {
+            Ok(head) if head.status == StatusCode::UNAUTHORIZED && !is_proxy => {
                 // The rest is short. If it is read, the tunnel serves the next request.
                 tokio::spawn(reader.finish());
                 Err(Failure::rejected_agentk(agent))
@@ -664,6 +673,8 @@ impl KubernetesApi {
 struct Allowed<'a> {
     agent: AgentId,
     kind: Kind,
+    /// A pod, service or node answers, also if the request asks for an upgrade.
+    is_proxy: bool,
     /// The protocol to which it asks to upgrade.
     upgrade: Option<Upgrade>,
     /// If it does so in HTTP/2.
@@ -684,6 +695,27 @@ fn endpoint_fields(id: &RequestId, headers: &HeaderMap) -> EndpointFields {
         String::from_utf8_lossy(value.as_bytes()).chars().take(EndpointFields::LONGEST_USER_AGENT).collect()
     });
     EndpointFields { audit_id: id.audit_id(), user_agent, ..EndpointFields::default() }
+}
+
+/// Refuses extended CONNECT where kas itself answers: to its client, a status of success would mean that the
+/// protocol was switched.
+fn not_here(connect: Option<&Connect>) -> Result<(), Failure> {
+    match connect {
+        None => Ok(()),
+        Some(_) => Err(Failure::malformed("there is nothing to upgrade to at this path")),
+    }
+}
+
+/// Returns an answer that kas itself gives.
+fn of_kas(method: &Method, content_type: &'static str, bytes: Bytes) -> Response<Body> {
+    let length = bytes.len();
+    // HTTP/2 would send the body of an answer to HEAD.
+    let body = if method == Method::HEAD { Bytes::new() } else { bytes };
+    let mut response = Response::new(grpc::full(body));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    headers.insert(header::CONTENT_LENGTH, length.into());
+    response
 }
 
 /// Returns the source that a credential belongs to, as a label.

@@ -657,6 +657,43 @@ async fn errors_of_the_api_server_pass_but_not_those_of_agentks_credentials() {
     failure(response, 502, "InternalError", None).await;
     let proxied = send(&lab, get("/agents/7/api/v1/namespaces/a/services/b/proxy/401", TOKEN)).await;
     assert_eq!(proxied.status(), 401, "the answer of the service behind the proxy");
+    // Also if the request asks for an upgrade.
+    for (path, expected) in
+        [("/api/v1/namespaces/a/services/b/proxy/401", 401), ("/api/v1/namespaces/a/pods/b/exec/401", 502)]
+    {
+        let mut client = Raw::connect(&lab).await;
+        client
+            .send(&format!(
+                "GET /agents/7{path} HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {TOKEN}\r\n\
+                 Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+            ))
+            .await;
+        let head = client.until("\r\n\r\n").await;
+        assert!(head.starts_with(&format!("HTTP/1.1 {expected} ")), "{path}: {head}");
+    }
+}
+
+/// What follows `#` is never sent to a server. HTTP drops it, so that it changes neither what is decided nor
+/// what is sent.
+#[tokio::test]
+async fn a_fragment_is_dropped_before_anything_is_decided() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    for (target, sent) in [
+        ("/agents/7/version#/../../x", "/version"),
+        ("/agents/7/api/v1/pods?limit=1#&watch=1", "/api/v1/pods?limit=1"),
+    ] {
+        let mut client = Raw::connect(&lab).await;
+        client
+            .send(&format!("GET {target} HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"))
+            .await;
+        let answer = client.until("\"}").await;
+        assert!(answer.contains(&format!("\"target\":\"{sent}\"")), "{answer}");
+    }
+    // Nothing but a fragment is a path.
+    let mut client = Raw::connect(&lab).await;
+    client.send("GET #/agents/7/version HTTP/1.1\r\nHost: kas\r\n\r\n").await;
+    let head = client.until("\r\n\r\n").await;
+    assert!(head.starts_with("HTTP/1.1 400 "), "{head}");
 }
 
 #[tokio::test]

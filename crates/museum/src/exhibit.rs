@@ -3,10 +3,20 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::LazyLock,
 };
 
 /// The first word of the lines that `cargo xtask museum` reads.
 pub const MARK: &str = "museum:";
+
+/// The variable that chooses the flaw of a process. No program that ships contains its name.
+const VARIABLE: &str = "KAS_FLAW";
+
+/// Returns the flaw that the environment chooses for this process, by its name.
+pub fn chosen() -> Option<&'static str> {
+    static CHOSEN: LazyLock<Option<String>> = LazyLock::new(|| std::env::var(VARIABLE).ok());
+    CHOSEN.as_deref()
+}
 
 /// Fails unless `test` fails. `flaw` is the name of the flaw that the caller has switched on, and is printed
 /// with the reason of the failure.
@@ -18,33 +28,48 @@ pub fn must_fail(flaw: &str, test: impl FnOnce()) {
     println!("{MARK} {flaw} detected: {}", line(&*why));
 }
 
-/// Makes the switches of a crate's flaws: `flawed`, which its code asks, and `must_fail_with`, which its
-/// tests call. A flaw is switched on for one thread.
+/// Makes the switches of a crate's flaws: `flawed`, which its code asks, and for its tests `must_fail_with`,
+/// which they call. There a flaw is switched on for one thread; in a program it is the one that the
+/// environment chooses, see [`chosen`].
+///
+/// A crate uses it in its own tests, and with its feature `flaws` if it has that. In all other builds, its
+/// `flawed` is a constant, and it does not depend on this crate.
 #[macro_export]
 macro_rules! switches {
     ($flaw:ident) => {
+        /// Whether `flaw` is the one that the environment chooses for this process.
+        #[cfg(not(test))]
+        pub(crate) fn flawed(flaw: $flaw) -> bool {
+            $crate::exhibit::chosen().is_some_and(|chosen| chosen == ::std::format!("{flaw:?}"))
+        }
+
+        #[cfg(test)]
         ::std::thread_local! {
             static ACTIVE: ::std::cell::Cell<Option<$flaw>> = const { ::std::cell::Cell::new(None) };
         }
 
         /// Whether `flaw` is switched on in this thread.
+        #[cfg(test)]
         pub(crate) fn flawed(flaw: $flaw) -> bool {
             ACTIVE.get() == Some(flaw)
         }
 
         /// Returns the flaw that is switched on in this thread.
+        #[cfg(test)]
         #[allow(dead_code)]
         pub(crate) fn active() -> ::std::option::Option<$flaw> {
             ACTIVE.get()
         }
 
         /// Switches on the flaw of the thread that has started this one.
+        #[cfg(test)]
         #[allow(dead_code)]
         pub(crate) fn inherit(flaw: ::std::option::Option<$flaw>) {
             ACTIVE.set(flaw);
         }
 
         /// Runs `test` with a flaw, and fails unless `test` fails.
+        #[cfg(test)]
         pub(crate) fn must_fail_with(flaw: $flaw, test: impl FnOnce()) {
             ACTIVE.set(Some(flaw));
             $crate::exhibit::must_fail(&::std::format!("{flaw:?}"), || {

@@ -1,4 +1,4 @@
-//! Known bugs on purpose, for tests only: no program depends on this crate.
+//! Known bugs on purpose, for tests only: no program that ships depends on this crate.
 //!
 //! A test that has never failed proves little. Each test of the bug museum therefore runs twice: with the
 //! build as it is, in which it must pass, and with a *flaw*, in which it must fail. A flaw is a switch that

@@ -29,13 +29,5 @@ pub(crate) const fn flawed(_: Flaw) -> bool {
     false
 }
 
-/// Whether `flaw` is the one that the environment chooses for this process.
-#[cfg(all(feature = "flaws", not(test)))]
-pub(crate) fn flawed(flaw: Flaw) -> bool {
-    static CHOSEN: std::sync::LazyLock<Option<String>> =
-        std::sync::LazyLock::new(|| std::env::var("KAS_FLAW").ok());
-    CHOSEN.as_deref().is_some_and(|chosen| chosen == format!("{flaw:?}"))
-}
-
-#[cfg(test)]
+#[cfg(any(test, feature = "flaws"))]
 museum::switches!(Flaw);

@@ -20,13 +20,14 @@ use crate::{
 };
 
 /// Queries without data here: these events do not happen, and a family without a series is empty.
-const SILENT: [&str; 6] = [
+const SILENT: [&str; 7] = [
     // No section gitlab, no audit log, no certificate.
     "kas_gitlab_lookups_total",
     "kas_gitlab_lookup_seconds",
     "kas_identity_cache_total",
     "kas_audit_records",
     "kas_certificate_not_after",
+    "kas_revocation_list",
     // No refusals.
     "kas_refusals_total",
 ];

@@ -1,4 +1,4 @@
-//! Crashes, stalls and lost datagrams.
+//! Stalls, and a main runtime that hangs.
 
 use super::*;
 
@@ -100,55 +100,4 @@ async fn the_health_gate_shows_a_hung_main_runtime() {
     let beating = beat();
     sees(&a, "b", "st", "draining").await;
     beating.abort();
-}
-
-#[tokio::test]
-async fn a_crash_is_seen_within_three_seconds() {
-    // With the default timing, and after a while, because early samples raise the threshold of the detector.
-    let shipped = |id: &str| builder(id).timing(Timing::default());
-    let a = shipped("a").start().await.unwrap();
-    let b = shipped("b").seeds(seeds(&[a.local_addr()])).start().await.unwrap();
-    // The best of three, because the machine may stall.
-    for attempt in 1..=3 {
-        let c = shipped(&format!("c{attempt}")).seeds(seeds(&[a.local_addr()])).start().await.unwrap();
-        meshed(&[&a, &b, &c]).await;
-        traffic(&a, 200).await;
-        let crash = Instant::now();
-        drop(c);
-        until(a.members(), "c is gone", |m| m.len() == 1).await;
-        until(b.members(), "c is gone", |m| m.len() == 1).await;
-        let took = crash.elapsed();
-        println!("seen after {took:?}");
-        if took < Duration::from_secs(3) {
-            return;
-        }
-    }
-    panic!("never seen within three seconds");
-}
-
-#[tokio::test]
-async fn losing_every_third_datagram_drops_no_member() {
-    let shipped = |proxy: &Proxy, id| builder(id).timing(Timing::default()).advertise(proxy.address);
-    let proxies = [Proxy::open().await, Proxy::open().await, Proxy::open().await];
-    let known: Vec<_> = proxies.iter().map(|proxy| proxy.address).collect();
-    let mut nodes = Vec::new();
-    for (proxy, id) in proxies.iter().zip(["a", "b", "c"]) {
-        proxy.loss.store(33, Ordering::Relaxed);
-        nodes.push(shipped(proxy, id).seeds(seeds(&known)).start().await.unwrap());
-        proxy.target.send_replace(Some(nodes[nodes.len() - 1].local_addr()));
-    }
-    let [a, b, c] = &nodes[..] else { unreachable!() };
-    meshed(&[a, b, c]).await;
-    let recordings: Vec<_> = nodes.iter().map(Recording::of).collect();
-    for turn in 0..5 {
-        let turn = turn.to_string();
-        a.publish("turn", &turn).unwrap();
-        sees(b, "a", "turn", &turn).await;
-        sees(c, "a", "turn", &turn).await;
-        traffic(a, 40).await;
-    }
-    assert!(
-        recordings.iter().all(|recording| recording.all(|members| members.len() == 2)),
-        "a live member was dropped"
-    );
 }

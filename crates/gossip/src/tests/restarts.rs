@@ -1,6 +1,6 @@
 //! Restarts of the process and of the gossip task, and dead incarnations.
 
-use super::*;
+use super::{simulated::Network, *};
 
 /// chitchat issue 94: a restart with a new generation left both incarnations in the state.
 #[test]
@@ -108,24 +108,25 @@ async fn restarts_after(fault: u8, cause: Restart) {
 /// chitchat PR 155, quickwit issue 5135: dead nodes came back because peers collect them at different times.
 #[test]
 fn no_resurrection_after_gc() {
-    exhibit(Flaw::HearsayIsLife, || boxed(collected()));
+    exhibit_paused(Flaw::HearsayIsLife, || boxed(collected()));
 }
 
 async fn collected() {
+    let network = Network::new();
     // All forget the dead member after a second. A new member could hear of it from the last one that
     // forgets.
     let quick = Timing { dead_grace: Duration::from_secs(1), ..timing() };
-    let a = builder("a").timing(quick).start().await.unwrap();
+    let a = network.builder("a").timing(quick).start().await.unwrap();
     let known = [a.local_addr()];
-    let b = builder("b").timing(quick).seeds(seeds(&known)).start().await.unwrap();
-    let c = builder("c").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let b = network.builder("b").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let c = network.builder("c").timing(quick).seeds(seeds(&known)).start().await.unwrap();
     b.publish("st", "ready").unwrap();
     meshed(&[&a, &b, &c]).await;
     drop(b);
     until(a.members(), "b is gone", |m| m.len() == 1).await;
     until(c.members(), "b is gone", |m| m.len() == 1).await;
     let recordings = [Recording::of(&a), Recording::of(&c)];
-    let d = builder("d").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let d = network.builder("d").timing(quick).seeds(seeds(&known)).start().await.unwrap();
     let recording = Recording::of(&d);
     meshed(&[&a, &c, &d]).await;
     traffic(&d, 150).await;
@@ -149,17 +150,18 @@ async fn remember(nodes: &[&Gossip], incarnations: u64) {
 /// memory of `last_heartbeat_if_deleted`, a collected incarnation is accepted again.
 #[test]
 fn dead_incarnation_not_regossiped() {
-    exhibit(Flaw::DeadRememberedLong, || boxed(forgotten()));
+    exhibit_paused(Flaw::DeadRememberedLong, || boxed(forgotten()));
 }
 
 async fn forgotten() {
+    let network = Network::new();
     let quick = Timing { dead_grace: Duration::from_secs(1), ..timing() };
     // This process forgets later than the others, so it could bring the dead one back.
     let slow = Timing { dead_grace: Duration::from_secs(3), ..timing() };
-    let a = builder("a").timing(quick).start().await.unwrap();
+    let a = network.builder("a").timing(quick).start().await.unwrap();
     let known = [a.local_addr()];
-    let b = builder("b").timing(quick).seeds(seeds(&known)).start().await.unwrap();
-    let c = builder("c").timing(slow).seeds(seeds(&known)).start().await.unwrap();
+    let b = network.builder("b").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let c = network.builder("c").timing(slow).seeds(seeds(&known)).start().await.unwrap();
     b.publish("st", "ready").unwrap();
     meshed(&[&a, &b, &c]).await;
     remember(&[&a, &b, &c], 2).await;
@@ -182,7 +184,7 @@ async fn forgotten() {
     watched.abort();
     assert_eq!(most.load(Ordering::Relaxed), 1, "a forgotten incarnation came back");
     // A new process never hears of it.
-    let d = builder("d").timing(quick).seeds(seeds(&known)).start().await.unwrap();
+    let d = network.builder("d").timing(quick).seeds(seeds(&known)).start().await.unwrap();
     meshed(&[&a, &c, &d]).await;
     traffic(&d, 60).await;
     remember(&[&a, &c, &d], 2).await;

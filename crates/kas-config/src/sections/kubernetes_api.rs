@@ -10,6 +10,7 @@ use std::{
 
 use http::{HeaderName, Uri};
 use ids::FILE_USER_PREFIX;
+use kube_request::headers::is_never_forwarded;
 use settings::walk::{Rule, Section};
 
 pub use self::{
@@ -26,20 +27,6 @@ use super::{
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
-
-/// Headers of a response that could give one cluster's content power over the browser's view of all of kas.
-const NEVER_ALLOWED: [&str; 10] = [
-    "alt-svc",
-    "clear-site-data",
-    "link",
-    "nel",
-    "refresh",
-    "report-to",
-    "reporting-endpoints",
-    "service-worker-allowed",
-    "set-cookie",
-    "strict-transport-security",
-];
 
 /// Section `agent.kubernetes_api`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -407,16 +394,13 @@ fn extra_headers(s: &mut Section<'_, '_>) -> Vec<HeaderName> {
     let texts = s.texts(KEY, &[], doc);
     let mut names = Vec::with_capacity(texts.len());
     for (i, text) in texts.iter().enumerate() {
-        let is_dangerous = |name: &HeaderName| {
-            NEVER_ALLOWED.contains(&name.as_str()) || name.as_str().starts_with("access-control-")
-        };
         match text.parse::<HeaderName>() {
-            Ok(name) if !is_dangerous(&name) => names.push(name),
+            Ok(name) if !is_never_forwarded(name.as_str()) => names.push(name),
             Ok(_) => s.refuse_as(
                 &format!("{KEY}[{i}]"),
                 settings::show::shown_text(text),
                 "a header that gives the content of a cluster no power over the browser, unlike Set-Cookie and \
-                 Access-Control-*",
+                 Access-Control-*, and is not about one connection",
             ),
             Err(_) => {
                 let found = settings::show::shown_text(text);

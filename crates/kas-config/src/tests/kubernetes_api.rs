@@ -349,12 +349,23 @@ fn other_wrong_values_of_the_endpoint_are_refused() {
             )]
         );
     }
-    for bad in ["Set-Cookie", "access-control-allow-origin", "NEL", "Refresh"] {
+    // Also those that kas sets itself.
+    for bad in [
+        "Set-Cookie",
+        "access-control-allow-origin",
+        "NEL",
+        "Refresh",
+        "Content-Security-Policy",
+        "Cross-Origin-Resource-Policy",
+        "X-Content-Type-Options",
+        "Transfer-Encoding",
+    ] {
         assert_eq!(
             refused(&format!("{USERS}, extra_allowed_response_headers: [{bad}]")),
             [format!(
                 "extra_allowed_response_headers[0]: found \"{bad}\"; expected a header that gives the content of a \
-                 cluster no power over the browser, unlike Set-Cookie and Access-Control-*"
+                 cluster no power over the browser, unlike Set-Cookie and Access-Control-*, and is not about one \
+                 connection"
             )]
         );
     }

@@ -449,6 +449,11 @@ async fn what_cannot_be_upgraded_is_refused_with_a_status() {
     assert!(code == 403 && message.contains("Origin"), "{code} {message}");
     let evil = [&browser[..], &[("origin", "https://evil.example.com")]].concat();
     assert_eq!(client.refused("websocket", path, &evil).await.0, 403);
+    // Where kas answers itself, a status of success would look like another protocol.
+    for (path, headers) in [("/-/ready", &[][..]), ("/agents", &allowed)] {
+        let (code, message) = client.refused("websocket", path, headers).await;
+        assert!(code == 400 && message.contains("nothing to upgrade to"), "{path}: {code} {message}");
+    }
     assert!(lab.received.lock().is_empty());
     let good = [&browser[..], &[("origin", "https://gitlab.example.com")]].concat();
     let (answer, _send) = client.ask("websocket", path, &good).await;
@@ -505,6 +510,24 @@ async fn an_answer_that_does_not_switch_is_no_success() {
     // A client that has made the key itself checks that.
     let stream = Stream::open(&mut client, "websocket", &[("sec-websocket-key", "a2V5")]).await;
     assert_eq!(stream.head["sec-websocket-accept"], "wrong");
+}
+
+#[tokio::test]
+async fn an_answer_of_kas_to_head_has_no_body() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let client = Client::connect(&lab).await;
+    for (path, code) in [("/-/ready", 200), ("/agents", 200), ("/agents/9/version", 403)] {
+        let request = Request::head(format!("http://kas{path}")).header("authorization", bearer());
+        let request = request.body(()).unwrap();
+        let (answer, _) = client.0.clone().ready().await.unwrap().send_request(request, true).unwrap();
+        let answer = timeout(SOON, answer).await.expect("an answer").unwrap();
+        assert_eq!(answer.status(), code, "{path}");
+        assert_ne!(answer.headers()["content-length"], "0", "{path}");
+        let mut body = answer.into_body();
+        while let Some(data) = timeout(SOON, body.data()).await.expect("the rest") {
+            assert!(data.unwrap().is_empty(), "{path}");
+        }
+    }
 }
 
 #[tokio::test]

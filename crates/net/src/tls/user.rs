@@ -10,7 +10,7 @@ use rustls::{
     },
 };
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, UnixTime, pem::PemObject as _};
-use x509_parser::prelude::{FromDer as _, X509Certificate};
+use x509_parser::prelude::{CertificateRevocationList, FromDer as _, X509Certificate};
 
 use super::{Validity, authorities, role::signatures_by};
 
@@ -80,7 +80,7 @@ impl UserVerifier {
             let path = crl_file.unwrap_or(ca_file).to_owned();
             builder.build().map_err(|source| super::Error::Authority { path, source })
         };
-        let (mut of_user, mut of_chain) = (builder(), None);
+        let (mut of_user, mut of_chain, mut lists_due) = (builder(), None, None);
         if let Some(path) = crl_file {
             let what = "a list of revoked certificates (CRL)";
             let error = |source| super::Error::Pem { what, path: path.to_owned(), source };
@@ -95,12 +95,19 @@ impl UserVerifier {
                     source: rustls_pki_types::pem::Error::NoItemsFound,
                 });
             }
+            lists_due = lists.iter().filter_map(next_update).min();
             // One verifier cannot demand a list for the user's certificate only, and still look at the
             // others.
             of_chain = Some(build(builder().with_crls(lists.clone()).allow_unknown_revocation_status())?);
             of_user = of_user.with_crls(lists).only_check_end_entity_revocation();
         }
-        Ok(Self(Arc::new(Verifier { inner: build(of_user)?, of_chain })))
+        Ok(Self(Arc::new(Verifier { inner: build(of_user)?, of_chain, lists_due })))
+    }
+
+    /// Returns when the first of the lists of revocations should have been replaced, since 1970; `None`: no
+    /// list says so, or there is none. A list is used after that too, but what was revoked since is not in it.
+    pub fn lists_due(&self) -> Option<Duration> {
+        self.0.lists_due
     }
 
     /// Verifies certificates, that of the user first, as of this time since 1970.
@@ -132,6 +139,12 @@ impl UserVerifier {
     }
 }
 
+/// Returns when the issuer of a list promises the next one.
+fn next_update(list: &CertificateRevocationListDer<'_>) -> Option<Duration> {
+    let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+    Some(Duration::from_secs(u64::try_from(list.next_update()?.timestamp()).unwrap_or(0)))
+}
+
 fn refused(why: NotUser) -> Error {
     CertificateError::Other(OtherError(Arc::new(why))).into()
 }
@@ -142,6 +155,8 @@ struct Verifier {
     inner: Arc<dyn ClientCertVerifier>,
     /// Refuses a chain with a revoked authority; `None`: there are no lists.
     of_chain: Option<Arc<dyn ClientCertVerifier>>,
+    /// See [`UserVerifier::lists_due`].
+    lists_due: Option<Duration>,
 }
 
 impl Verifier {
@@ -310,8 +325,12 @@ mod tests {
     fn revoked_certificates_are_refused_also_by_an_old_list() {
         let authority = Authority::new();
         let certificate = authority.certificate(|_| {});
+        assert_eq!(authority.verifier(None).unwrap().lists_due(), None);
         authority.revoke(&[8]);
-        authority.verifier(Some("crl")).unwrap().verify(&certificate, NOW).unwrap();
+        let verifier = authority.verifier(Some("crl")).unwrap();
+        verifier.verify(&certificate, NOW).unwrap();
+        // 2029-07-01: it is overdue.
+        assert_eq!(verifier.lists_due(), Some(Duration::from_secs(1_877_558_400)));
         authority.revoke(&[8, 7]);
         let error = authority.verifier(Some("crl")).unwrap().verify(&certificate, NOW).unwrap_err();
         assert_eq!(error, CertificateError::Revoked.into());
