@@ -3,6 +3,10 @@
 //! The calling thread, and with it the processes that it starts, moves to a network namespace of its own,
 //! which has loopback alone. The packets of some ports pass a queue there that lets 10 Mbit/s through, in
 //! each direction. All others are not held up.
+//!
+//! The queue is behind the sender, as that of a router is (device `ifb`). As long as a packet waits in a queue
+//! of its own host, Linux keeps a connection from adding more than a few milliseconds of them, and no queue
+//! would build up.
 
 use std::{
     fs::File,
@@ -24,6 +28,8 @@ pub(super) const RATE: &str = "10 Mbit/s";
 const TC_RATE: &str = "10mbit";
 /// Bytes that may wait in front of the link, as in a router: 50 ms at this rate.
 const QUEUE: &str = "62500";
+/// The device that holds the queues.
+const QUEUES: &str = "ifb0";
 /// What the link lets through at once, in bytes: two packets.
 const BURST: &str = "3000";
 /// That of Ethernet. A packet of loopback would take 52 ms.
@@ -96,14 +102,21 @@ impl SlowLink {
         enter(&File::open(&path)?)?;
         // Packets in groups would be larger than the queue.
         run(&["ip", "link", "set", "dev", "lo", "mtu", MTU, "gso_max_segs", "1", "up"])?;
-        run(&["tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb", "default", "1"])?;
-        run(&["tc", "class", "add", "dev", "lo", "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit"])?;
+        run(&["ip", "link", "add", QUEUES, "type", "ifb"])?;
+        run(&["ip", "link", "set", QUEUES, "up"])?;
+        run(&["tc", "qdisc", "add", "dev", "lo", "ingress"])?;
+        let all = ["tc", "filter", "add", "dev", "lo", "parent", "ffff:", "protocol", "ip", "u32"];
+        let redirected = ["match", "u32", "0", "0", "action", "mirred", "egress", "redirect", "dev", QUEUES];
+        run(&[&all[..], &redirected].concat())?;
+        run(&["tc", "qdisc", "add", "dev", QUEUES, "root", "handle", "1:", "htb", "default", "1"])?;
+        let class_of =
+            |class| ["tc", "class", "add", "dev", QUEUES, "parent", "1:", "classid", class, "htb", "rate"];
+        run(&[&class_of("1:1")[..], &["10gbit"]].concat())?;
         // From the cluster, and to it.
         for class in ["1:10", "1:11"] {
-            let class_of = ["tc", "class", "add", "dev", "lo", "parent", "1:", "classid", class, "htb"];
-            run(&[&class_of[..], &["rate", TC_RATE, "burst", BURST, "cburst", BURST, "quantum", "1514"]]
-                .concat())?;
-            run(&["tc", "qdisc", "add", "dev", "lo", "parent", class, "bfifo", "limit", QUEUE])?;
+            let rate = [TC_RATE, "burst", BURST, "cburst", BURST, "quantum", "1514"];
+            run(&[&class_of(class)[..], &rate].concat())?;
+            run(&["tc", "qdisc", "add", "dev", QUEUES, "parent", class, "bfifo", "limit", QUEUE])?;
         }
         Ok(link)
     }
@@ -116,7 +129,8 @@ impl SlowLink {
         };
         let port = address.port().to_string();
         for (direction, class) in [("sport", from_server), ("dport", to_server)] {
-            let filter = ["tc", "filter", "add", "dev", "lo", "parent", "1:", "protocol", "ip", "prio", "1"];
+            let filter =
+                ["tc", "filter", "add", "dev", QUEUES, "parent", "1:", "protocol", "ip", "prio", "1"];
             let tcp = ["u32", "match", "ip", "protocol", "6", "0xff"];
             let port = ["match", "ip", direction, &port, "0xffff", "flowid", class];
             run(&[&filter[..], &tcp, &port].concat())?;
@@ -147,7 +161,7 @@ mod tests {
 
     /// Returns the packets that each class has let through: those of no slow port, from the cluster, to it.
     fn passed() -> [u64; 3] {
-        let output = Command::new("tc").args(["-s", "class", "show", "dev", "lo"]).output().unwrap();
+        let output = Command::new("tc").args(["-s", "class", "show", "dev", QUEUES]).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         ["1:1 ", "1:10 ", "1:11 "].map(|class| {
             let (_, rest) = text.split_once(&format!("class htb {class}")).unwrap();
