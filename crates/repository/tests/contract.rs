@@ -200,3 +200,26 @@ async fn a_listing_of_folders_without_files_ends() {
     let error = created.repository.list(&commit, None, Depth::Below, 10).await.unwrap_err();
     assert!(matches!(&error, Error::User(text) if text.contains("more than 100000 folders")), "{error:?}");
 }
+
+/// Git itself is the oracle.
+#[test]
+fn names_of_refs_are_those_that_git_permits() {
+    const PARTS: [&str; 22] = [
+        "a", "b", "/", ".", "..", "~", "^", ":", "?", "*", "[", "\\", " ", "@", "@{", "{", "-", ".lock",
+        "\x7f", "\n", "ä", "lock",
+    ];
+    let (mut state, mut permitted) = (1_u32, 0);
+    let mut next = |most: u32| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 16) % most
+    };
+    for _ in 0..400 {
+        let len = 1 + next(4);
+        let name: String = (0..len).map(|_| PARTS[next(22) as usize]).collect();
+        let full = format!("refs/heads/{name}");
+        let git = std::process::Command::new("git").args(["check-ref-format", &full]).status().unwrap();
+        assert_eq!(RefName::new(&full).is_ok(), git.success(), "{full:?}");
+        permitted += u32::from(git.success());
+    }
+    assert!((20..380).contains(&permitted), "{permitted} of 400 are permitted");
+}

@@ -9,15 +9,15 @@ use http::HeaderValue;
 use prometheus_client::registry::Registry;
 
 /// The secret of the servers of tests.
-pub const TOKEN: &str = "the secret of gitaly";
+pub(crate) const TOKEN: &str = "the secret of gitaly";
 
 /// Returns a client with the usual limits and short pauses.
-pub fn client() -> Arc<Client> {
+pub(crate) fn client() -> Arc<Client> {
     client_with(Limits::default(), None, &mut Registry::default())
 }
 
 /// Returns a client that trusts the authority in `ca`.
-pub fn client_with(limits: Limits, ca: Option<&Path>, registry: &mut Registry) -> Arc<Client> {
+pub(crate) fn client_with(limits: Limits, ca: Option<&Path>, registry: &mut Registry) -> Arc<Client> {
     net::tls::install();
     let settings = Settings {
         user_agent: HeaderValue::from_static("gitlab-kas/test/0"),
@@ -30,7 +30,7 @@ pub fn client_with(limits: Limits, ca: Option<&Path>, registry: &mut Registry) -
 }
 
 /// Returns how a server is called.
-pub fn server(address: &str, token: &str) -> Server {
+pub(crate) fn server(address: &str, token: &str) -> Server {
     Server {
         address: address.parse().expect("the address is valid"),
         token: token.to_owned().into(),
@@ -39,7 +39,7 @@ pub fn server(address: &str, token: &str) -> Server {
 }
 
 /// Returns the repository at a relative path.
-pub fn repository(
+pub(crate) fn repository(
     client: &Arc<Client>,
     address: &str,
     token: &str,
