@@ -166,6 +166,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "callers",
             "agent-config",
             "routing",
+            "gitops",
             "kas",
         ],
     ),

@@ -5,17 +5,16 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::{
-    call::{Answer, Call},
-    cluster::Budget,
+    call::{Answer, Call, MANAGER},
     discovery::Lookup,
+    each::each,
     engine::Scope,
     existing::{self, Existing},
-    inventory::OWNER_ANNOTATION,
+    marks::OWNER_ANNOTATION,
     memory::{Live, Memory, Record, hash},
     object::ObjectId,
     order::same_kind,
@@ -25,9 +24,6 @@ use crate::{
     run::Run,
     status::status,
 };
-
-/// The field manager of everything that is applied, as that of 14.1.
-pub(crate) const MANAGER: &str = "agentk";
 
 /// How long definitions may take until their kinds can be used.
 const ESTABLISHED_WITHIN: Duration = Duration::from_secs(60);
@@ -106,12 +102,13 @@ pub(crate) async fn apply(
             let read = kind.iter().map(|item| (item.id.clone(), item.path.clone())).collect();
             existing.extend(existing::read(&run.caller, run, read).await?);
         }
-        let results: Vec<_> = stream::iter(kind.iter().map(|item| (*item, existing.remove(&item.id))))
-            .map(|(item, existing)| apply_one(run, item, existing.unwrap_or(Existing::Absent)))
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
-        for (item, record) in results {
+        let found = &existing;
+        let results = each(kind.len(), |at| async move {
+            let existing = found.get(&kind[at].id).unwrap_or(&Existing::Absent);
+            apply_one(run, kind[at], existing).await
+        })
+        .await?;
+        for (item, record) in kind.iter().copied().zip(results) {
             match record {
                 Some(record) => {
                     if record.health != Health::Current {
@@ -127,8 +124,9 @@ pub(crate) async fn apply(
         }
     }
     // Those that were not applied now, but were not current when they were.
+    let now: BTreeSet<&str> = items.iter().map(|item| item.key.as_str()).collect();
     let others = plan.items.iter().filter(|item| {
-        !items.iter().any(|applied| std::ptr::eq(*applied, *item))
+        !now.contains(item.key.as_str())
             && memory.objects.get(&item.id).is_some_and(|record| record.health != Health::Current)
     });
     pending.extend(others);
@@ -139,20 +137,16 @@ pub(crate) async fn apply(
 }
 
 /// Applies one object. Returns what is known of it; `None`: it failed.
-async fn apply_one<'i, 'm>(
-    run: &Run<'_>,
-    item: &'i Item<'m>,
-    existing: Existing,
-) -> Result<(&'i Item<'m>, Option<Record>), Outcome> {
+async fn apply_one(run: &Run<'_>, item: &Item<'_>, existing: &Existing) -> Result<Option<Record>, Outcome> {
     let report = |action, health, message| {
         let file = Some(item.place());
         run.report(ObjectReport { id: item.id.clone(), action, health, message, file });
     };
-    if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, &existing) {
+    if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, existing) {
         report(Action::Failed, Health::Unknown, why);
-        return Ok((item, None));
+        return Ok(None);
     }
-    let before = match &existing {
+    let before = match existing {
         Existing::Found(object) => Live::read(object),
         _ => None,
     };
@@ -164,7 +158,7 @@ async fn apply_one<'i, 'm>(
             Some(_) => (Action::Unchanged, "not compared: a dry run of the client only reads".to_owned()),
         };
         report(action, Health::Unknown, message);
-        return Ok((item, None));
+        return Ok(None);
     }
     let dry = run.project.dry_run == DryRun::Server;
     let answer = run.call(Call::apply(apply_target(item, dry), body)).await?;
@@ -177,7 +171,7 @@ async fn apply_one<'i, 'm>(
     match read_applied(&answer, item) {
         Err(why) => {
             report(Action::Failed, Health::Unknown, why);
-            Ok((item, None))
+            Ok(None)
         }
         Ok((object, live)) => {
             let (health, message) = status(&item.id, &object);
@@ -187,7 +181,7 @@ async fn apply_one<'i, 'm>(
                 Some(_) => Action::Changed,
             };
             report(action, health, message);
-            Ok((item, Some(Record { body: body_hash, live, health })))
+            Ok(Some(Record { body: body_hash, live, health }))
         }
     }
 }
@@ -257,13 +251,10 @@ async fn wait(run: &Run<'_>, mut pending: Vec<&Item<'_>>, memory: &mut Memory) -
         }
         let pause = if waited < FIRST { LOOK_EVERY } else { LOOK_LATER_EVERY };
         run.sleep(pause.min(run.project.reconcile_timeout - waited)).await?;
-        let looks: Vec<_> = stream::iter(pending.iter().copied())
-            .map(|item| async move { Ok((item, look(run, item).await?)) })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
+        let looked_at = &pending;
+        let looks = each(looked_at.len(), |at| look(run, looked_at[at])).await?;
         let mut left: BTreeSet<ObjectId> = BTreeSet::new();
-        for (item, (health, message)) in looks {
+        for (item, (health, message)) in pending.iter().copied().zip(looks) {
             match memory.objects.get_mut(&item.id) {
                 // It was deleted: the next sync applies it.
                 _ if health == Health::Unknown => {

@@ -37,6 +37,9 @@ pub(crate) const METADATA: &str = "application/json;as=PartialObjectMetadata;g=m
 /// The same for lists.
 pub(crate) const METADATA_LIST: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1";
 
+/// The field manager of everything that is applied, as that of 14.1.
+pub(crate) const MANAGER: &str = "agentk";
+
 const JSON: &str = "application/json";
 
 /// Whether and why a run may not make another call.

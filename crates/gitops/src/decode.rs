@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 
 use self::yaml::Document;
 use crate::{
-    inventory::ID_LABEL,
+    marks::ID_LABEL,
     object::{Manifest, ObjectId, Set},
 };
 

@@ -4,15 +4,14 @@ mod text;
 
 use std::{collections::BTreeSet, fmt::Write as _, time::Duration};
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 
 use crate::{
     apply::{allowed, apply_target},
     call::Call,
-    cluster::Budget,
     discovery::Api,
+    each::each,
     existing::Existing,
     memory::uid,
     object::{ObjectId, Set},
@@ -183,31 +182,24 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
         inventories.iter().flat_map(|inventory| inventory.keys.iter().cloned()).collect();
 
     let new_namespaces = new_namespaces(run, &plan, deadline).await.map_err(end)?;
-    let compared: Vec<(&Item<'_>, Compared, Option<u128>)> = stream::iter(&plan.items)
-        .map(|item| {
-            let is_new = item.defined_here || new_namespaces.contains(&*item.id.namespace);
-            async move {
-                if is_new {
-                    // Neither its namespace nor its kind exists, so the API server could only refuse it.
-                    let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
-                    return Ok((item, Some((ChangeAction::Create, diff, String::new())), None));
-                }
-                match timeout_at(deadline, compare(run, item)).await {
-                    Ok(result) => result.map(|(compared, uid)| (item, compared, uid)),
-                    Err(_) => Ok((item, Some(not_asked()), None)),
-                }
-            }
-        })
-        .buffered(Budget::CONCURRENT)
-        .try_collect()
-        .await
-        .map_err(end)?;
+    let (items, new_namespaces) = (&plan.items, &new_namespaces);
+    let compared = each(items.len(), |at| async move {
+        let item = &items[at];
+        if item.defined_here || new_namespaces.contains(&*item.id.namespace) {
+            // Neither its namespace nor its kind exists, so the API server could only refuse it.
+            let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
+            return Ok((Some((ChangeAction::Create, diff, String::new())), None));
+        }
+        timeout_at(deadline, compare(run, item)).await.unwrap_or_else(|_| Ok((Some(not_asked()), None)))
+    })
+    .await
+    .map_err(end)?;
     let mut protected = Protected::default();
     protected.namespaces.insert(run.wanted.namespace.clone());
     for failed in &plan.failed {
         protected.keep(&failed.id);
     }
-    for (item, compared, uid) in compared {
+    for (item, (compared, uid)) in items.iter().zip(compared) {
         protected.keep(&item.id);
         protected.uids.extend(uid);
         match compared {

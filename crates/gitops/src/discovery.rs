@@ -2,18 +2,17 @@
 
 use std::collections::{HashMap, HashSet};
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value;
 
-use crate::call::{Call, Caller, Gate};
+use crate::{
+    call::{Call, Caller, Gate},
+    each::each,
+};
 
 /// Aggregated discovery, then what older API servers have.
 const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,\
                           application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList,\
                           application/json";
-
-/// Groups that are read at once where there is no aggregated discovery.
-const AT_ONCE: usize = 8;
 
 /// A kind in a version of its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -155,23 +154,21 @@ pub(crate) async fn discover<G: Gate + ?Sized>(
             }
         }
     }
-    let lists: Vec<_> = stream::iter(open)
-        .map(|(group, version)| async move {
-            let target =
-                if group.is_empty() { format!("/api/{version}") } else { format!("/apis/{group}/{version}") };
-            let answer = caller.call(gate, &Call::get(target, None)).await?;
-            let list = answer.is_ok().then(|| answer.json().ok()).flatten();
-            let list = list.filter(|list| list["kind"].as_str() == Some("APIResourceList"));
-            Ok((group, version, list))
-        })
-        .buffered(AT_ONCE)
-        .try_collect()
-        .await?;
-    for (group, version, list) in lists {
+    let open = &open;
+    let lists = each(open.len(), |at| async move {
+        let (group, version) = &open[at];
+        let target =
+            if group.is_empty() { format!("/api/{version}") } else { format!("/apis/{group}/{version}") };
+        let answer = caller.call(gate, &Call::get(target, None)).await?;
+        let list = answer.is_ok().then(|| answer.json().ok()).flatten();
+        Ok::<_, G::End>(list.filter(|list| list["kind"].as_str() == Some("APIResourceList")))
+    })
+    .await?;
+    for ((group, version), list) in open.iter().zip(lists) {
         match list {
-            Some(list) => api.read_version(&group, &version, &list),
+            Some(list) => api.read_version(group, version, &list),
             None => {
-                api.unknown.insert(group);
+                api.unknown.insert(group.clone());
             }
         }
     }

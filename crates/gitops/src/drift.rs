@@ -2,16 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-
 use crate::{
     call::Call,
-    cluster::Budget,
     discovery::Lookup,
+    each::each,
     existing::{self, Existing},
     memory::{Live, Memory},
     object::ObjectId,
-    plan::Path,
+    path::Path,
     progress::{Health, Outcome},
     run::Run,
     status::status,
@@ -49,7 +47,7 @@ pub(crate) async fn check(run: &Run<'_>, memory: &mut Memory) -> Result<Drift, O
             }
         }
     }
-    let mut look = Vec::new();
+    let mut look: Vec<(ObjectId, Path)> = Vec::new();
     let existing = existing::read(&run.caller, run, paths.clone()).await?;
     for (id, path) in paths {
         let Some(record) = memory.objects.get(&id) else { continue };
@@ -68,17 +66,14 @@ pub(crate) async fn check(run: &Run<'_>, memory: &mut Memory) -> Result<Drift, O
             }
         }
     }
-    let looks: Vec<_> = stream::iter(look)
-        .map(|(id, path)| async move { Ok((id, run.call(Call::get(path.object, None)).await?)) })
-        .buffer_unordered(Budget::CONCURRENT)
-        .try_collect()
-        .await?;
-    for (id, answer) in looks {
+    let look = &look;
+    let looks = each(look.len(), |at| run.call(Call::get(look[at].1.object.clone(), None))).await?;
+    for ((id, _), answer) in look.iter().zip(looks) {
         if answer.is_ok()
             && let Ok(object) = answer.json()
-            && let Some(record) = memory.objects.get_mut(&id)
+            && let Some(record) = memory.objects.get_mut(id)
         {
-            record.health = status(&id, &object).0;
+            record.health = status(id, &object).0;
         }
     }
     drift.degraded = memory.objects.values().filter(|record| record.health != Health::Current).count();

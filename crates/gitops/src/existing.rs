@@ -2,14 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value;
 
 use crate::{
     call::{Call, Caller, Gate, METADATA, METADATA_LIST},
-    cluster::Budget,
+    each::each,
     object::ObjectId,
-    plan::Path,
+    path::{Path, segment},
 };
 
 /// Up to this many objects of a kind and namespace are read one by one.
@@ -38,22 +37,22 @@ pub(crate) async fn read<G: Gate + ?Sized>(
     for (id, path) in objects {
         groups.entry(path.collection.clone()).or_default().push((id, path));
     }
-    let read: Vec<_> = stream::iter(groups)
-        .map(|(collection, objects)| async move {
-            if objects.len() > FEW
-                && let Some(listed) = list(caller, gate, &collection, &objects).await?
-            {
-                return Ok(listed);
-            }
-            stream::iter(objects)
-                .map(|(id, path)| async move { Ok((id.clone(), one(caller, gate, &id, &path).await?)) })
-                .buffer_unordered(Budget::CONCURRENT)
-                .try_collect::<Vec<_>>()
-                .await
-        })
-        .buffer_unordered(Budget::CONCURRENT)
-        .try_collect()
-        .await?;
+    let groups: Vec<_> = groups.into_iter().collect();
+    let groups = &groups;
+    let read = each(groups.len(), |at| async move {
+        let (collection, objects) = &groups[at];
+        if objects.len() > FEW
+            && let Some(listed) = list(caller, gate, collection, objects).await?
+        {
+            return Ok::<_, G::End>(listed);
+        }
+        let one_by_one = each(objects.len(), |at| async move {
+            let (id, path) = &objects[at];
+            Ok::<_, G::End>((id.clone(), one(caller, gate, id, path).await?))
+        });
+        one_by_one.await
+    })
+    .await?;
     Ok(read.into_iter().flatten().collect())
 }
 
@@ -95,7 +94,7 @@ async fn list<G: Gate + ?Sized>(
         let mut target = format!("{collection}?limit={PAGE}");
         if !more.is_empty() {
             target.push_str("&continue=");
-            target.push_str(&crate::plan::segment(&more));
+            target.push_str(&segment(&more));
         }
         let answer = caller.call(gate, &Call::get(target, Some(METADATA_LIST))).await?;
         let Some(list) = answer.is_ok().then(|| answer.json().ok()).flatten() else { return Ok(None) };

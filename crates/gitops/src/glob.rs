@@ -338,16 +338,20 @@ fn compile(tokens: &[Token], at_start: bool, then: usize, states: &mut Vec<State
         let begins = |at: usize| if at == 0 { at_start } else { ends_segment(&tokens[at - 1]) };
         let state = match token {
             Token::Star if end >= 2 && matches!(tokens[end - 2], Token::Star) && begins(end - 2) => {
-                let folders = match states[then] {
-                    State::End => Some(State::Rest),
-                    State::Separator(after) => {
+                let after = match &states[then] {
+                    State::Separator(after) => Some(*after),
+                    _ => None,
+                };
+                let folders = match after {
+                    None if states[then] == State::End => Some(State::Rest),
+                    None => Some(State::Star(then)),
+                    Some(after) => {
                         let fork = states.len();
                         states.push(State::Fork(vec![after, fork + 1]));
                         states.push(State::Folder(fork));
                         then = fork;
                         None
                     }
-                    _ => Some(State::Star(then)),
                 };
                 end -= 2;
                 match folders {

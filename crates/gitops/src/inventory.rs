@@ -5,13 +5,13 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use crate::{object::ObjectId, progress::InventoryRef, project::Project};
-
-/// The label whose value is the id of an inventory.
-pub const ID_LABEL: &str = "cli-utils.sigs.k8s.io/inventory-id";
-
-/// The annotation of an object that says which inventory it belongs to: the mark.
-pub const OWNER_ANNOTATION: &str = "config.k8s.io/owning-inventory";
+use crate::{
+    marks::ID_LABEL,
+    object::{Manifest, ObjectId},
+    path::segment,
+    progress::InventoryRef,
+    project::Project,
+};
 
 /// The annotation of an inventory with the commit that is completely applied.
 pub(crate) const COMMIT: &str = "kas/commit";
@@ -88,7 +88,7 @@ impl Wanted {
     ///
     /// # Errors
     /// A text for people: the template is one of another project.
-    pub(crate) fn new(project: &Project, template: Option<&crate::object::Manifest>) -> Result<Self, String> {
+    pub(crate) fn new(project: &Project, template: Option<&Manifest>) -> Result<Self, String> {
         let own = project.default_inventory_id();
         let Some(template) = template else {
             let mut metadata = Map::new();
@@ -131,17 +131,12 @@ impl Wanted {
 
     /// The path of the ConfigMaps.
     pub(crate) fn collection(&self) -> String {
-        format!("/api/v1/namespaces/{}/configmaps", crate::plan::segment(&self.namespace))
+        format!("/api/v1/namespaces/{}/configmaps", segment(&self.namespace))
     }
 
     /// The target of the list of inventories.
     pub(crate) fn list(&self) -> String {
-        format!(
-            "{}?labelSelector={}%3D{}",
-            self.collection(),
-            crate::plan::segment(ID_LABEL),
-            crate::plan::segment(&self.id)
-        )
+        format!("{}?labelSelector={}%3D{}", self.collection(), segment(ID_LABEL), segment(&self.id))
     }
 
     /// The body of a new one with these keys.

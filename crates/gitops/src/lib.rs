@@ -22,15 +22,18 @@ pub mod decode;
 mod diff;
 mod discovery;
 mod drift;
+mod each;
 mod engine;
 mod entry;
 mod existing;
 pub mod glob;
 pub mod inventory;
+mod marks;
 mod memory;
 mod object;
 mod order;
 mod pace;
+mod path;
 mod plan;
 mod progress;
 mod project;
@@ -46,7 +49,7 @@ pub use self::{
     diff::{Change, ChangeAction, Diff, DiffError, DiffOptions},
     drift::Drift,
     engine::{Engine, PruneWhen, Scope, Sync},
-    inventory::{ID_LABEL, OWNER_ANNOTATION},
+    marks::{ID_LABEL, OWNER_ANNOTATION},
     memory::Memory,
     object::{Manifest, ObjectId, Set},
     progress::{

@@ -110,6 +110,6 @@ impl Set {
 
     /// The id of the inventory that the set has a template of; `None`: the default inventory is used.
     pub fn inventory_id(&self) -> Option<&str> {
-        self.template.as_ref()?.label(crate::inventory::ID_LABEL)
+        self.template.as_ref()?.label(crate::marks::ID_LABEL)
     }
 }

@@ -10,19 +10,20 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::{
-    call::{Call, METADATA},
-    cluster::Budget,
+    call::{Call, MANAGER, METADATA},
     discovery::{Api, Lookup},
-    inventory::{OWNER_ANNOTATION, parse_key},
+    each::each,
+    inventory::parse_key,
+    marks::{ID_LABEL, OWNER_ANNOTATION},
     memory::uid,
     object::ObjectId,
     order::{rank, same_kind},
-    plan::{Path, defines},
+    path::Path,
+    plan::defines,
     progress::{Action, Outcome, Phase},
     run::{Fence, Run},
 };
@@ -123,7 +124,7 @@ pub(crate) fn judge(run: &Run<'_>, id: &ObjectId, object: &Value, protected: &Pr
         return Verdict::Failed("the answer is no object".to_owned());
     };
     // The API server answers with what was asked for; whatever else it may be must not be deleted.
-    if text("name") != Some(&id.name) || text("namespace").unwrap_or_default() != &*id.namespace {
+    if text("name") != Some(&*id.name) || text("namespace").unwrap_or_default() != &*id.namespace {
         return Verdict::Failed("the answer is another object".to_owned());
     }
     match metadata["annotations"][OWNER_ANNOTATION].as_str() {
@@ -160,7 +161,7 @@ pub(crate) fn judge(run: &Run<'_>, id: &ObjectId, object: &Value, protected: &Pr
     {
         return Verdict::Keep("an object that stays is of the kind".to_owned());
     }
-    if id.is("", "ConfigMap") && !metadata["labels"][crate::inventory::ID_LABEL].is_null() {
+    if id.is("", "ConfigMap") && !metadata["labels"][ID_LABEL].is_null() {
         return Verdict::Keep("it is an inventory".to_owned());
     }
     let terminating = !metadata["deletionTimestamp"].is_null();
@@ -219,15 +220,9 @@ pub(crate) async fn prune(
         let chunk = &order[at..at + kind.min(CHUNK)];
         at += chunk.len();
         since_confirmed += chunk.len();
-        let results: Vec<_> = stream::iter(chunk.iter().copied())
-            .map(|id| {
-                let protected = &protected;
-                async move { Ok((id, prune_one(run, api, id, protected).await?)) }
-            })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
-        for (id, result) in results {
+        let inside = &protected;
+        let results = each(chunk.len(), |at| prune_one(run, api, chunk[at], inside)).await?;
+        for (id, result) in chunk.iter().copied().zip(results) {
             let key = &candidates.objects[id];
             match result {
                 Done::Deleting { path, uid } => deleted.push((id, path, uid)),
@@ -286,7 +281,7 @@ async fn prune_one(run: &Run<'_>, api: &Api, id: &ObjectId, protected: &Protecte
                 let body = json!({ "metadata": {
                     "uid": uid, "resourceVersion": resource_version, "annotations": { OWNER_ANNOTATION: null },
                 } });
-                let target = format!("{}?fieldManager={}", path.object, crate::apply::MANAGER);
+                let target = format!("{}?fieldManager={}", path.object, MANAGER);
                 (Call::merge(target, &body), Done::Forgotten { why, exists: true })
             }
         };
@@ -315,18 +310,16 @@ async fn wait(
 ) -> Result<(), Outcome> {
     let begin = Instant::now();
     loop {
-        let looks: Vec<_> = stream::iter(deleted)
-            .map(|(id, path, uid)| async move {
-                let why = waits_for(run, &path, id, &uid).await?;
-                Ok((id, path, uid, why))
-            })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
-        deleted = Vec::new();
+        let looked_at = &deleted;
+        let looks = each(looked_at.len(), |at| async move {
+            let (id, path, uid) = &looked_at[at];
+            waits_for(run, path, id, uid).await
+        })
+        .await?;
         let waited = begin.elapsed();
         let is_over = waited >= run.project.prune_timeout;
-        for (id, path, uid, why) in looks {
+        let mut left = Vec::new();
+        for ((id, path, uid), why) in deleted.into_iter().zip(looks) {
             match why {
                 None => {
                     pruned.removed.insert(candidates.objects[id].clone());
@@ -337,10 +330,11 @@ async fn wait(
                         pruned.left += 1;
                         run.report_left(id, Action::Kept, why);
                     }
-                    deleted.push((id, path, uid));
+                    left.push((id, path, uid));
                 }
             }
         }
+        deleted = left;
         if deleted.is_empty() || is_over {
             return Ok(());
         }

@@ -1,7 +1,7 @@
 //! One run: what all its steps share.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     future::Future,
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -16,12 +16,13 @@ use tokio::{
 };
 
 use crate::{
-    call::{Answer, Call, Caller, Gate},
+    call::{Answer, Call, Caller, Gate, MANAGER},
     discovery::{Api, discover},
     engine::Engine,
     inventory::{COMMIT, FENCE, Inventory, Wanted},
+    marks::ID_LABEL,
     object::ObjectId,
-    plan::segment,
+    path::segment,
     progress::{
         Action, Head, Health, InventoryRef, ObjectReport, Observer, Outcome, Phase, Progress, Report,
     },
@@ -139,8 +140,7 @@ impl<'a> Run<'a> {
 
     /// Reports an object that is no longer in the set.
     pub(crate) fn report_left(&self, id: &ObjectId, action: Action, message: String) {
-        let health = if action == Action::Pruned { Health::Unknown } else { Health::default() };
-        self.report(ObjectReport { id: id.clone(), action, health, message, file: None });
+        self.report(ObjectReport { id: id.clone(), action, health: Health::Unknown, message, file: None });
     }
 
     /// What was done with an object so far.
@@ -242,12 +242,9 @@ impl<'a> Run<'a> {
     }
 
     /// Creates an inventory.
-    pub(crate) async fn create_inventory(
-        &self,
-        keys: &std::collections::BTreeSet<String>,
-    ) -> Result<Fence, Outcome> {
+    pub(crate) async fn create_inventory(&self, keys: &BTreeSet<String>) -> Result<Fence, Outcome> {
         let body = self.wanted.body(keys, &self.next_fence());
-        let target = format!("{}?fieldManager={}", self.wanted.collection(), crate::apply::MANAGER);
+        let target = format!("{}?fieldManager={}", self.wanted.collection(), MANAGER);
         let answer = self.call(Call::post(target, &body)).await?;
         let (namespace, name) = (&self.wanted.namespace, &self.wanted.name);
         match answer.status.as_u16() {
@@ -255,14 +252,11 @@ impl<'a> Run<'a> {
                 let target = format!("{}/{}", self.wanted.collection(), segment(name));
                 let answer = self.call(Call::get(target, None)).await?;
                 let existing = answer.json().unwrap_or_default();
-                if answer.is_ok()
-                    && existing["metadata"]["labels"][crate::inventory::ID_LABEL] != self.wanted.id
-                {
+                if answer.is_ok() && existing["metadata"]["labels"][ID_LABEL] != self.wanted.id {
                     return Err(Outcome::Refused(format!(
                         "the ConfigMap {namespace}/{name} exists and is not the inventory: it does not have the \
                          label {}: {}",
-                        crate::inventory::ID_LABEL,
-                        self.wanted.id
+                        ID_LABEL, self.wanted.id
                     )));
                 }
                 Err(Outcome::Fenced)
@@ -348,7 +342,7 @@ impl Fence {
         if !data.is_empty() {
             body["data"] = Value::Object(data);
         }
-        let target = format!("{}?fieldManager={}", self.target, crate::apply::MANAGER);
+        let target = format!("{}?fieldManager={}", self.target, MANAGER);
         let answer = run.call(Call::merge(target, &body)).await?;
         match answer.status.as_u16() {
             404 | 409 => return Err(Outcome::Fenced),

@@ -13,7 +13,8 @@ use crate::{
     inventory::{self, Inventory},
     memory::{Memory, uid},
     object::{ObjectId, Set},
-    plan::{Plan, plan, segment},
+    path::segment,
+    plan::{Plan, plan},
     progress::{Action, Health, ObjectReport, Outcome, Phase},
     project::{DryRun, Project},
     prune::{self, Candidates, Protected, Verdict},
@@ -94,7 +95,8 @@ pub(crate) async fn sync(run: &Run<'_>, sync: &Sync<'_>, memory: &mut Memory) ->
     let fence = write_union(run, &plan, inventories, &all).await?;
     let work = async {
         let applied = apply::apply(run, &plan, &sync.scope, memory).await?;
-        memory.objects.retain(|id, _| plan.items.iter().any(|item| item.id == *id));
+        let ids: BTreeSet<&ObjectId> = plan.items.iter().map(|item| &item.id).collect();
+        memory.objects.retain(|id, _| ids.contains(id));
         finish(run, sync, &plan, applied, memory, &candidates, protected, &all, &fence).await
     };
     run.fenced(&fence, work).await

@@ -172,3 +172,23 @@ fn template(name: &str, id: &str) -> String {
         "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}, labels: {{{ID_LABEL}: {id}}}}}\n"
     )
 }
+
+/// kas runs syncs in tasks of their own.
+#[allow(dead_code, reason = "it only has to compile")]
+fn every_entry_point_can_be_spawned(world: &'static mut World, set: &'static crate::Set) {
+    fn is_send<T: Send>(_: T) {}
+    let engine: &'static Engine = Box::leak(Box::new(world.engine.clone()));
+    let sync = Sync {
+        project: &world.project,
+        set,
+        head: &*world.repository,
+        scope: Scope::All,
+        prune: PruneWhen::Current,
+        observer: &|_: Progress| {},
+    };
+    is_send(engine.sync(sync, &mut world.memory));
+    is_send(engine.check(&world.project, &mut Memory::default()));
+    is_send(engine.applied_commit(&world.project, set));
+    is_send(engine.destroy(&world.project, None, &*world.repository, &|_: Progress| {}));
+    is_send(engine.diff(&world.project, set, &crate::DiffOptions::default()));
+}

@@ -54,13 +54,14 @@ fn newlines(text: &str) -> u32 {
 }
 
 /// Reads a value within limits.
+#[derive(Clone, Copy)]
 struct Strict<'a, 'r> {
     room: &'a RefCell<&'r mut Room>,
     depth: usize,
 }
 
 impl Strict<'_, '_> {
-    fn inner<E: de::Error>(&self) -> Result<Self, E> {
+    fn inner<E: de::Error>(self) -> Result<Self, E> {
         self.room.borrow().deep(self.depth + 1).map_err(E::custom)?;
         Ok(Self { room: self.room, depth: self.depth + 1 })
     }
@@ -111,20 +112,22 @@ impl<'de> Visitor<'de> for Strict<'_, '_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+        let inner = self.inner::<A::Error>()?;
         let mut list = Vec::new();
-        while let Some(value) = items.next_element_seed(self.inner()?)? {
+        while let Some(value) = items.next_element_seed(inner)? {
             list.push(value);
         }
         Ok(Value::Array(list))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
+        let inner = self.inner::<A::Error>()?;
         let mut map = Map::new();
         while let Some(key) = entries.next_key_seed(Key)? {
             if map.contains_key(&key) {
                 return Err(de::Error::custom(format!("the key {key:?} twice in one mapping")));
             }
-            let value = entries.next_value_seed(self.inner()?)?;
+            let value = entries.next_value_seed(inner)?;
             map.insert(key, value);
         }
         Ok(Value::Object(map))

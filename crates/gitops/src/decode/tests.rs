@@ -46,7 +46,7 @@ fn json_is_read_with_several_documents_and_lines() {
     let set = set(&format!("\n{one}\n\n{two}"));
     assert_eq!(names(&set), ["ConfigMap a 2", "ConfigMap b 4"]);
     assert_eq!(set.objects()[0].body["data"]["x"], "\u{1f600}");
-    assert_eq!(flaws("{\"a\": 1,\n}"), ["a.yaml:2: not valid JSON: trailing comma"]);
+    assert_eq!(flaws("{\n\"a\" 1}"), ["a.yaml:2: not valid JSON: expected `:`"]);
     assert_eq!(flaws("{\n\"a\": 1,\n\"a\": 2}"), ["a.yaml:3: the key \"a\" twice in one mapping"]);
 }
 
@@ -95,7 +95,6 @@ fn plain_scalars_are_those_of_kubectl() {
         ("2001-01-02T03:04:05Z", json!("2001-01-02T03:04:05Z")),
         ("1Gi", json!("1Gi")),
         ("100m", json!("100m")),
-        ("-", json!([null])),
         ("-a", json!("-a")),
         ("0x", json!("0x")),
         ("nope", json!("nope")),
@@ -108,9 +107,6 @@ fn plain_scalars_are_those_of_kubectl() {
         ("!custom 12", json!("12")),
         ("! 12", json!("12")),
     ] {
-        if text == "-" {
-            continue;
-        }
         assert_eq!(data(text), expected, "{text}");
     }
     assert_eq!(data("{1: a, true: b, 1.5: c}"), json!({"1": "a", "true": "b", "1.5": "c"}));
