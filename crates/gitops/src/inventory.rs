@@ -218,3 +218,46 @@ impl Inventory {
 pub(crate) fn size(keys: &BTreeSet<String>) -> usize {
     keys.iter().map(|key| key.len() + 6).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_those_of_cli_utils() {
+        for (group, kind, namespace, name, expected) in [
+            ("apps", "Deployment", "shop", "web", "shop_web_apps_Deployment"),
+            ("", "ConfigMap", "shop", "c", "shop_c__ConfigMap"),
+            ("", "Namespace", "", "shop", "_shop__Namespace"),
+            (RBAC, "ClusterRole", "", "system:a:b", "_system__a__b_rbac.authorization.k8s.io_ClusterRole"),
+            (RBAC, "Role", "n", "a_b", "n_a_b_rbac.authorization.k8s.io_Role"),
+        ] {
+            let id = ObjectId::new(group, kind, namespace, name);
+            assert_eq!(key(&id).as_deref(), Some(expected));
+            assert_eq!(parse_key(expected), Some(id));
+        }
+    }
+
+    #[test]
+    fn a_name_that_no_key_holds_has_none() {
+        for (group, kind, name) in [
+            ("", "ConfigMap", "a:b".to_owned()),
+            ("", "ConfigMap", "a__b".to_owned()),
+            (RBAC, "Role", "a__b".to_owned()),
+            (RBAC, "Role", "a b".to_owned()),
+            (RBAC, "Role", "\u{e4}".to_owned()),
+            (RBAC, "Role", "a_:b".to_owned()),
+            ("", "ConfigMap", "a".repeat(250)),
+        ] {
+            let id = ObjectId::new(group, kind, "n", &name);
+            assert_eq!(key(&id), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_key_of_something_else_is_not_understood() {
+        for text in ["", "a", "a_b", "a_b_c", "a__b_C", "n_a__b__ConfigMap", "n_a_g_K/x", "n_a_g_", "n a_b_c_D"] {
+            assert_eq!(parse_key(text), None, "{text}");
+        }
+    }
+}

@@ -114,3 +114,49 @@ impl Pace {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_begin_at_the_rate_after_a_burst() {
+        let pace = Pace::new(1_000, 100);
+        let begin = Instant::now();
+        for _ in 0..133 {
+            drop(pace.admit().await);
+        }
+        let took = begin.elapsed();
+        assert!((Duration::from_millis(950)..Duration::from_millis(1_100)).contains(&took), "{took:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_more_are_in_flight_than_allowed() {
+        let pace = Pace::new(2, 1_000_000);
+        let (first, _second) = (pace.admit().await, pace.admit().await);
+        let third = pace.admit();
+        tokio::pin!(third);
+        let waits = tokio::time::timeout(Duration::from_secs(1), third.as_mut()).await;
+        assert!(waits.is_err());
+        drop(first);
+        let _third = third.await;
+        pace.set_concurrent(3);
+        let _fourth = pace.admit().await;
+        pace.set_concurrent(1);
+        assert!(tokio::time::timeout(Duration::from_secs(1), pace.admit()).await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pause_holds_all_calls_and_is_bounded() {
+        let pace = Pace::new(10, 1_000_000);
+        pace.pause(Duration::from_secs(5));
+        pace.pause(Duration::from_secs(1));
+        let begin = Instant::now();
+        drop(pace.admit().await);
+        assert_eq!(begin.elapsed().as_secs(), 5);
+        pace.pause(Duration::from_secs(100_000));
+        let begin = Instant::now();
+        drop(pace.admit().await);
+        assert_eq!(begin.elapsed().as_secs(), LONGEST_PAUSE.as_secs());
+    }
+}
