@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use settings::secret::ApiSecret;
 use tokio::time::Instant;
 
-/// How long a token of this replica is valid. Clocks may differ by a tenth of it.
+/// How long a token of this replica is valid. The other replica allows its clock to differ by 30 s more.
 const TOKEN_LIFE: Duration = Duration::from_secs(60);
 /// How long a token is used.
 const TOKEN_USE: Duration = Duration::from_secs(20);
