@@ -8,7 +8,7 @@
 mod rows;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
     fs,
     path::{Path, PathBuf},
@@ -17,6 +17,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
+use serde_json::Value;
 
 use devkit::{
     report::{Style, line},
@@ -117,11 +118,14 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
             by_package.entry(exhibit.package).or_default().push((row.number, *exhibit));
         }
     }
+    let mut build = cargo();
+    build.args(["test", "--lib", "--no-run"]);
+    build.args(by_package.keys().flat_map(|package| ["-p", package]));
+    let tests = Tests::build(build)?;
     let mut results = Vec::new();
     for (package, exhibits) in by_package {
-        let mut command = cargo();
-        command.args(["test", "-p", package, "--lib", "--", "--exact", "--show-output"]);
-        command.args(exhibits.iter().map(|(_, exhibit)| exhibit.test));
+        let mut command = tests.command(package, &Path::new("crates").join(package))?;
+        command.arg("--show-output").args(exhibits.iter().map(|(_, exhibit)| exhibit.test));
         let output = output(command)?;
         for (number, exhibit) in exhibits {
             let (right, broken) = directions(&output, &exhibit);
@@ -136,6 +140,36 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
         }
     }
     Ok(results)
+}
+
+/// The executables of tests, built by one command: with one for each package, cargo would choose other features
+/// of shared dependencies each time, and build them again.
+struct Tests(BTreeMap<String, PathBuf>);
+
+impl Tests {
+    fn build(command: Command) -> Result<Self> {
+        line(format_args!("running: {}", shown(&command)));
+        let mut executables = BTreeMap::new();
+        let seen = |message: &Value| {
+            if message["profile"]["test"] == true
+                && let (Some(name), Some(path)) =
+                    (message["target"]["name"].as_str(), message["executable"].as_str())
+            {
+                executables.insert(name.replace('_', "-"), path.into());
+            }
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(workspace::build_seen(command, seen))?;
+        Ok(Self(executables))
+    }
+
+    /// Returns a command that runs the tests that are its arguments, in the folder of their package.
+    fn command(&self, name: &str, package: &Path) -> Result<Command> {
+        let path = self.0.get(name).with_context(|| format!("cargo built no tests of {name}"))?;
+        let mut command = Command::new(path);
+        command.current_dir(workspace::root().join(package)).arg("--exact");
+        Ok(command)
+    }
 }
 
 /// Reads the results of both directions from the output of the test runner. The test first runs without a
@@ -167,12 +201,16 @@ fn printed_by<'a>(output: &'a str, test: &str) -> &'a str {
 /// Runs the tests with real processes.
 fn processes(chosen: &[(usize, &Process)]) -> Result<Vec<Shown>> {
     let programs = broken_programs()?;
+    let mut build = cargo();
+    build.args(["test", "-p", "tests", "--no-run"]);
+    let names: BTreeSet<&str> = chosen.iter().map(|(_, process)| process.program).collect();
+    build.args(names.into_iter().flat_map(|name| ["--test", name]));
+    let tests = Tests::build(build)?;
     let mut results = Vec::new();
     for (number, process) in chosen {
         let passes = |flaw: Option<&str>| -> Result<bool> {
-            let mut command = cargo();
-            command.args(["test", "-p", "tests", "--test", process.program, "--"]);
-            command.args(["--exact", "--include-ignored", process.test]);
+            let mut command = tests.command(process.program, Path::new("tests"))?;
+            command.args(["--include-ignored", process.test]);
             command.env("KAS_PROGRAMS", &programs).env_remove(VARIABLE);
             if let Some(flaw) = flaw {
                 command.env(VARIABLE, flaw);
@@ -225,11 +263,17 @@ fn broken_programs() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs a command of cargo and returns its standard output, of a failure too.
+/// Runs tests and returns their standard output, of a failure too.
 fn output(mut command: Command) -> Result<String> {
-    line(format_args!("running: {}", shown(&command)));
-    let output =
-        command.stdin(Stdio::null()).stderr(Stdio::inherit()).output().context("cannot run cargo")?;
+    let program = command.get_program().to_string_lossy().into_owned();
+    let name = program.rsplit('/').next().unwrap_or_default();
+    let arguments: Vec<_> = command.get_args().map(|argument| argument.to_string_lossy()).collect();
+    line(format_args!("running: {name} {}", arguments.join(" ")));
+    let output = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
