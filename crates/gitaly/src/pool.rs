@@ -31,9 +31,12 @@ impl Pause {
 /// All connections and servers.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    connections: Mutex<HashMap<(Address, [u8; 32]), Kept<Slot>>>,
+    connections: Mutex<HashMap<Key, Kept<Slot>>>,
     servers: Mutex<HashMap<Address, Kept<ServerState>>>,
 }
+
+/// An address, and a digest of the token.
+type Key = (Address, [u8; 32]);
 
 #[derive(Debug)]
 struct Kept<T> {
