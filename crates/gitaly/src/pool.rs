@@ -173,8 +173,8 @@ impl ServerState {
         *self.failures.lock() = Failures::default();
     }
 
-    /// A call that began at `begun` failed. The calls of a server pause together, for up to twice as long after
-    /// each failure.
+    /// A call that began at `begun` failed. The calls of a server pause together, for up to twice as long
+    /// after each failure.
     pub(crate) fn failed(&self, begun: Instant, status: &Status) {
         let now = Instant::now();
         let mut failures = self.failures.lock();
