@@ -12,7 +12,7 @@ use repository::Error;
 use tokio::time::Instant;
 
 use crate::{
-    GitalyRepository, Limits, Location, Priority, Server,
+    Limits, Priority, Server,
     answers::Answer,
     connection::Connection,
     limits::Buckets,
@@ -44,8 +44,8 @@ pub struct Settings {
     pub limits: Limits,
 }
 
-/// Calls any number of Gitaly servers. Connections are made when they are needed and closed after five minutes
-/// without a call.
+/// Calls any number of Gitaly servers. Connections are made when they are needed and closed after five
+/// minutes without a call.
 #[derive(Debug)]
 pub struct Client {
     settings: Settings,
@@ -126,11 +126,6 @@ impl Client {
         let rate = Buckets::new(settings.limits.all);
         let pause = Pause { first, longest };
         Arc::new(Self { settings, metrics, pause, rate, pool: Pool::new() })
-    }
-
-    /// Returns a repository of a server. Nothing is called yet.
-    pub fn repository(self: &Arc<Self>, server: Arc<Server>, location: Location) -> GitalyRepository {
-        GitalyRepository::new(Arc::clone(self), server, location)
     }
 
     /// Sends one message and reads the answer, which `answer` makes anew for each attempt.

@@ -31,9 +31,12 @@ impl Pause {
 /// All connections and servers.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    connections: Mutex<HashMap<(Address, [u8; 32]), Kept<Slot>>>,
+    connections: Mutex<HashMap<Key, Kept<Slot>>>,
     servers: Mutex<HashMap<Address, Kept<ServerState>>>,
 }
+
+/// An address, and a digest of the token.
+type Key = (Address, [u8; 32]);
 
 #[derive(Debug)]
 struct Kept<T> {
@@ -170,8 +173,8 @@ impl ServerState {
         *self.failures.lock() = Failures::default();
     }
 
-    /// A call that began at `begun` failed. The calls of a server pause together, for up to twice as long after
-    /// each failure.
+    /// A call that began at `begun` failed. The calls of a server pause together, for up to twice as long
+    /// after each failure.
     pub(crate) fn failed(&self, begun: Instant, status: &Status) {
         let now = Instant::now();
         let mut failures = self.failures.lock();

@@ -34,8 +34,15 @@ pub struct GitalyRepository {
     correlation: Option<HeaderValue>,
 }
 
+impl Client {
+    /// Returns a repository of a server. Nothing is called yet.
+    pub fn repository(self: &Arc<Self>, server: Arc<Server>, location: Location) -> GitalyRepository {
+        GitalyRepository::new(Arc::clone(self), server, location)
+    }
+}
+
 impl GitalyRepository {
-    pub(crate) fn new(client: Arc<Client>, server: Arc<Server>, location: Location) -> Self {
+    fn new(client: Arc<Client>, server: Arc<Server>, location: Location) -> Self {
         Self {
             client,
             server,

@@ -32,7 +32,7 @@ struct Fixture {
 }
 
 fn path(path: &str) -> RepoPath {
-    RepoPath::new(path).unwrap()
+    RepoPath::new(path).expect("it is valid")
 }
 
 async fn fixture() -> Fixture {
@@ -40,10 +40,10 @@ async fn fixture() -> Fixture {
 }
 
 async fn fixture_with(limits: Limits, registry: &mut Registry) -> Fixture {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir().expect("a folder can be made");
     let git = Git::init(folder.path().join("a.git"));
     let commit = git.commit("refs/heads/main", &[(b"a", What::File(b"content".to_vec()))]);
-    let small = Small::start(folder.path(), Some(TOKEN)).await.unwrap();
+    let small = Small::start(folder.path(), Some(TOKEN)).await.expect("it starts");
     let client = client_with(limits, None, registry);
     let repository = repository(&client, small.address(), TOKEN, "a.git", None);
     Fixture { folder, small, repository, commit }

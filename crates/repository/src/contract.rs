@@ -1,7 +1,7 @@
 //! The contract of [`Repository`]: each implementation runs this suite in its own tests.
 //!
-//! [`check`] runs all cases, each on a new repository. What a folder without Git does not have is left out for
-//! it.
+//! [`check`] runs all cases, each on a new repository. What a folder without Git does not have is left out
+//! for it.
 
 mod cases;
 mod store;

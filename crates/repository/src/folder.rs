@@ -4,9 +4,10 @@
 //! replicas with equal folders name equal commits. A file is read again for the digest only if its metadata
 //! has changed. [`Error::Gone`] says that the folder is not what it was at a commit.
 //!
-//! Symbolic links are followed as far as they stay in the folder: Kubernetes mounts files as such links. Names
-//! that begin with two dots are Kubernetes' own and are skipped, as are `.git` and empty folders.
+//! Symbolic links are followed as far as they stay in the folder: Kubernetes mounts files as such links.
+//! Names that begin with two dots are Kubernetes' own and are skipped, as are `.git` and empty folders.
 
+mod digested;
 mod disk;
 mod scan;
 

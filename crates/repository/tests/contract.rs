@@ -36,7 +36,8 @@ impl OnDisk {
 impl Subject for OnDisk {
     async fn create(&self, default_branch: Option<&str>) -> Created {
         let path = self.folder.path().join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
-        let default_branch = default_branch.map(|name| RefName::new(&format!("refs/heads/{name}")).unwrap());
+        let default_branch =
+            default_branch.map(|name| RefName::new(&format!("refs/heads/{name}")).expect("it is valid"));
         if self.is_git {
             let repository = Arc::new(Bare::new(&path, default_branch));
             Created { repository, store: Store::Git(Git::init(path)) }
@@ -58,20 +59,20 @@ async fn a_folder_keeps_the_contract() {
 }
 
 fn path(path: &str) -> RepoPath {
-    RepoPath::new(path).unwrap()
+    RepoPath::new(path).expect("it is valid")
 }
 
 fn folder() -> (TempDir, PathBuf, Folder) {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().expect("a folder can be made");
     let root = dir.path().join("root");
-    std::fs::create_dir(&root).unwrap();
+    std::fs::create_dir(&root).expect("a folder can be made");
     let folder = Folder::new(&root);
     (dir, root, folder)
 }
 
 async fn names(folder: &Folder) -> Vec<(String, Kind)> {
-    let commit = folder.resolve(&Revision::Head).await.unwrap().unwrap();
-    let listing = folder.list(&commit, None, Depth::Below, 100).await.unwrap();
+    let commit = folder.resolve(&Revision::Head).await.expect("it can be read").expect("it is there");
+    let listing = folder.list(&commit, None, Depth::Below, 100).await.expect("it can be listed");
     listing.entries.into_iter().map(|entry| (entry.path.to_string(), entry.kind)).collect()
 }
 

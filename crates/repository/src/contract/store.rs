@@ -167,8 +167,8 @@ impl Git {
         self.import(name, exists, files)
     }
 
-    /// Replaces a ref by a commit that has no parent, as a force-push does, and removes what nothing names any
-    /// more.
+    /// Replaces a ref by a commit that has no parent, as a force-push does, and removes what nothing names
+    /// any more.
     ///
     /// # Panics
     /// As [`run`](Self::run).

@@ -10,7 +10,7 @@ use std::{
 use aws_lc_rs::digest;
 
 use super::{
-    disk::{Digested, failed},
+    digested::{Digested, failed},
     id_of,
 };
 use crate::{Commit, Depth, Entry, Error, Kind, Listing, ObjectId, RepoPath};
@@ -249,8 +249,8 @@ impl Walk<'_> {
 
     fn too_much(&self) -> Error {
         Error::io(format!(
-            "{}: a folder has at most {MAX_FILES} files and {MAX_FOLDERS} folders, {MAX_DEPTH} levels deep, with \
-             paths of at most {} bytes",
+            "{}: a folder has at most {MAX_FILES} files and {MAX_FOLDERS} folders, {MAX_DEPTH} levels deep, \
+             with paths of at most {} bytes",
             self.root.display(),
             crate::MAX_PATH
         ))

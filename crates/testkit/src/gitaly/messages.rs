@@ -1,5 +1,5 @@
-//! The messages of Gitaly, as far as [`Small`](super::Small) reads and writes them. They are declared anew, so
-//! that a wrong number in a client is found.
+//! The messages of Gitaly, as far as [`Small`](super::Small) reads and writes them. They are declared anew,
+//! so that a wrong number in a client is found.
 
 /// `gitaly.Repository`.
 #[derive(Clone, PartialEq, prost::Message)]

@@ -32,8 +32,8 @@ pub struct Real {
 }
 
 impl Real {
-    /// Serves the repositories below `repositories` at a socket in `folder`, where it also keeps its own files.
-    /// Calls must have the token. Builds Gitaly when this machine has none yet, which takes minutes.
+    /// Serves the repositories below `repositories` at a socket in `folder`, where it also keeps its own
+    /// files. Calls must have the token. Builds Gitaly when this machine has none yet, which takes minutes.
     ///
     /// # Errors
     /// If there is no Go, or no Git that it can run, or it does not start.
@@ -143,8 +143,8 @@ fn check_git() -> Result<()> {
     let found = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     ensure!(
         found >= MIN_GIT,
-        "Gitaly 15.11 needs Git {}.{} or newer, and this one says {said:?}: install a newer one, or run only the \
-         tests against the small server",
+        "Gitaly 15.11 needs Git {}.{} or newer, and this one says {said:?}: install a newer one, or run only \
+         the tests against the small server",
         MIN_GIT.0,
         MIN_GIT.1
     );
