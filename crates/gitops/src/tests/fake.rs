@@ -397,10 +397,10 @@ impl State {
             return error(422, "Invalid");
         }
         let old = self.objects.get(&(collection.to_owned(), name.to_owned())).cloned();
-        for field in ["status"] {
-            if let Some(old) = &old {
-                body[field] = old[field].clone();
-            }
+        if let Some(old) = &old
+            && !old["status"].is_null()
+        {
+            body["status"] = old["status"].clone();
         }
         for field in ["finalizers", "ownerReferences", "deletionTimestamp"] {
             if let Some(old) = &old
@@ -582,13 +582,13 @@ impl Repository {
         let keys = |content: &str| {
             let file = File { path: "m.yaml".into(), content: content.to_owned().into_bytes().into() };
             let set = decode("c", &[file], &Limits::default()).unwrap();
-            let keys = set.objects().iter().map(|object| {
+            let keys = set.objects().iter().filter_map(|object| {
                 let id = &object.id;
                 let of_cluster =
                     matches!(&*id.kind, "Namespace" | "ClusterRole" | "CustomResourceDefinition");
                 let namespace =
                     if of_cluster || !id.namespace.is_empty() { &*id.namespace } else { "default" };
-                inventory::key(&crate::ObjectId { namespace: namespace.into(), ..id.clone() }).unwrap()
+                inventory::key(&crate::ObjectId { namespace: namespace.into(), ..id.clone() })
             });
             keys.collect()
         };

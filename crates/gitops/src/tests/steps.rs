@@ -446,7 +446,7 @@ metadata: {name: d, annotations: {config.kubernetes.io/depends-on: x}}
 ---
 apiVersion: v1
 kind: Namespace
-metadata: {name: n, namespace: default}
+metadata: {name: other, namespace: default}
 ---
 apiVersion: v1
 kind: Secret
@@ -458,7 +458,7 @@ metadata: {name: 'a:b'}
     assert_eq!(done(&report, "t").1, "no kind Thing in none.io/v1; is its CustomResourceDefinition missing?");
     assert!(done(&report, "m").1.contains("is not supported"));
     assert_eq!(done(&report, "a:b").1, "no key of an inventory can hold its name");
-    assert_eq!((done(&report, "d").0, done(&report, "n").0), (Action::Created, Action::Created));
+    assert_eq!((done(&report, "d").0, done(&report, "other").0), (Action::Created, Action::Created));
     assert_eq!(report.warnings.len(), 2);
     // What has no namespace yet is protected: it may be any of that name.
     world.server.edit(INVENTORY, |inventory| inventory["data"]["default_t_none.io_Thing"] = json!(""));
