@@ -296,3 +296,17 @@ fn an_error_does_not_quote_the_content() {
         .clone();
     assert!(!format!("{manifest:?}").contains("hunter2"));
 }
+
+/// Each line is a JSON list: the text of a field, and what sigs.k8s.io/yaml v1.4.0 makes of it.
+#[test]
+fn the_yaml_of_kubectl_gives_the_same_values() {
+    let mut compared = 0;
+    for line in include_str!("yaml.txt").lines() {
+        let pair: Vec<Value> = serde_json::from_str(line).unwrap();
+        let [Value::String(text), expected] = &pair[..] else { panic!("{line}") };
+        let set = set(&format!("apiVersion: v1\nkind: A\nmetadata: {{name: a}}\nd:{text}"));
+        assert_eq!(set.objects()[0].body["d"], *expected, "{line}");
+        compared += 1;
+    }
+    assert!(compared > 500);
+}

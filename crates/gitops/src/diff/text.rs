@@ -218,15 +218,15 @@ mod tests {
     #[test]
     fn yaml_has_sorted_keys_and_blocks() {
         let value = json!({
-            "b": { "x": "yes", "y": "0644", "e": {}, "l": [] },
-            "a": [{ "n": 1, "m": true }, "text", [1, 2], null],
+            "b": { "x": "yes", "z": "0644", "e": {}, "l": [] },
+            "a": [{ "o": 1, "m": true }, "text", [1, 2], null],
             "c": "one\ntwo\n\nthree\n",
             "d": "one\ntwo",
             "e": "a: b",
         });
         assert_eq!(
             yaml(&value),
-            "a:\n- m: true\n  n: 1\n- text\n-\n  - 1\n  - 2\n- null\nb:\n  e: {}\n  l: []\n  x: \"yes\"\n  y: \"0644\"\n\
+            "a:\n- m: true\n  o: 1\n- text\n-\n  - 1\n  - 2\n- null\nb:\n  e: {}\n  l: []\n  x: \"yes\"\n  z: \"0644\"\n\
              c: |\n  one\n  two\n\n  three\nd: |-\n  one\n  two\ne: \"a: b\"\n"
         );
     }

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    CallError, ClusterApi, Head, Set, Stop, Unresolved,
+    CallError, ClusterApi, Head, ID_LABEL, Set, Stop, Unresolved,
     decode::{File, Limits, decode},
     inventory,
 };
@@ -160,8 +160,7 @@ impl Server {
     pub(super) fn inventory(&self, id: &str) -> BTreeSet<String> {
         let state = self.state.lock();
         let objects = state.objects.values();
-        let mut inventories =
-            objects.filter(|object| object["metadata"]["labels"][inventory::ID_LABEL] == id);
+        let mut inventories = objects.filter(|object| object["metadata"]["labels"][ID_LABEL] == id);
         let found = inventories.next().map(|object| object["data"].clone()).unwrap_or_default();
         found.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
     }
@@ -398,10 +397,10 @@ impl State {
             return error(422, "Invalid");
         }
         let old = self.objects.get(&(collection.to_owned(), name.to_owned())).cloned();
-        for field in ["status"] {
-            if let Some(old) = &old {
-                body[field] = old[field].clone();
-            }
+        if let Some(old) = &old
+            && !old["status"].is_null()
+        {
+            body["status"] = old["status"].clone();
         }
         for field in ["finalizers", "ownerReferences", "deletionTimestamp"] {
             if let Some(old) = &old
@@ -583,13 +582,13 @@ impl Repository {
         let keys = |content: &str| {
             let file = File { path: "m.yaml".into(), content: content.to_owned().into_bytes().into() };
             let set = decode("c", &[file], &Limits::default()).unwrap();
-            let keys = set.objects().iter().map(|object| {
+            let keys = set.objects().iter().filter_map(|object| {
                 let id = &object.id;
                 let of_cluster =
                     matches!(&*id.kind, "Namespace" | "ClusterRole" | "CustomResourceDefinition");
                 let namespace =
                     if of_cluster || !id.namespace.is_empty() { &*id.namespace } else { "default" };
-                inventory::key(&crate::ObjectId { namespace: namespace.into(), ..id.clone() }).unwrap()
+                inventory::key(&crate::ObjectId { namespace: namespace.into(), ..id.clone() })
             });
             keys.collect()
         };

@@ -146,7 +146,7 @@ async fn a_call_that_fails_in_any_way_is_made_good() {
 
 #[tokio::test(start_paused = true)]
 async fn two_planners_at_once_end_as_one() {
-    for round in 0..150 {
+    for round in 0..60 {
         let mut world = before_second().await;
         let second = {
             let wire = Wire::new(&world.server, "two").with_jitter();

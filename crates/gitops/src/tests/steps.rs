@@ -446,7 +446,7 @@ metadata: {name: d, annotations: {config.kubernetes.io/depends-on: x}}
 ---
 apiVersion: v1
 kind: Namespace
-metadata: {name: n, namespace: default}
+metadata: {name: other, namespace: default}
 ---
 apiVersion: v1
 kind: Secret
@@ -458,7 +458,7 @@ metadata: {name: 'a:b'}
     assert_eq!(done(&report, "t").1, "no kind Thing in none.io/v1; is its CustomResourceDefinition missing?");
     assert!(done(&report, "m").1.contains("is not supported"));
     assert_eq!(done(&report, "a:b").1, "no key of an inventory can hold its name");
-    assert_eq!((done(&report, "d").0, done(&report, "n").0), (Action::Created, Action::Created));
+    assert_eq!((done(&report, "d").0, done(&report, "other").0), (Action::Created, Action::Created));
     assert_eq!(report.warnings.len(), 2);
     // What has no namespace yet is protected: it may be any of that name.
     world.server.edit(INVENTORY, |inventory| inventory["data"]["default_t_none.io_Thing"] = json!(""));
@@ -538,6 +538,18 @@ async fn dry_runs_write_nothing() {
         let log = world.server.log();
         assert!(log.iter().all(|entry| entry.method != "DELETE"));
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dry_run_of_the_first_sync_asks_for_nothing_that_is_not_there_yet() {
+    let mut world = World::new(FIRST);
+    world.project.dry_run = DryRun::Server;
+    let report = world.synced().await;
+    assert!(report.objects.iter().all(|object| object.action == Action::Created), "{report:#?}");
+    assert_eq!(done(&report, "w").1, "not asked: its kind or namespace would be created first");
+    let written = world.server.log().into_iter().filter(|entry| entry.method != "GET");
+    assert!(written.into_iter().all(|entry| entry.target.contains("dryRun=All")));
+    assert_eq!(world.server.paths().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
