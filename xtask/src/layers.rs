@@ -38,7 +38,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // What a request to an API server is: usable alone, without I/O or our other crates.
     ("kube-request", &[]),
     // HTTP requests in such a tunnel: both ends, usable by either program.
-    ("http-tunnel", &["proto", "grpc", "tunnel", "kube-request"]),
+    ("http-tunnel", &["ids", "proto", "grpc", "tunnel", "kube-request"]),
     // Which replica holds which tunnel; used by kas only.
     ("cluster", &["ids"]),
     // The same through Redis.
@@ -71,6 +71,11 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "ids", "proto", "net", "process", "grpc", "traces", "tunnel", "cluster", "settings", "identity",
             "observe",
         ],
+    ),
+    // Requests of kas itself to the API server of an agent.
+    (
+        "cluster-call",
+        &["ids", "proto", "grpc", "tunnel", "http-tunnel", "kube-request", "observe", "routing"],
     ),
     // The endpoint for kubectl: from an HTTP request to a request of the router.
     (
@@ -120,6 +125,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "routing",
             "kube-request",
             "kubernetes-api",
+            "cluster-call",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
