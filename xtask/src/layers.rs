@@ -150,6 +150,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Generates the manual pages from the command lines of the programs; a separate package, so that no
     // program contains it.
     ("man", &["kas", "agentk", "kasctl"]),
+    // From files of a repository to objects in a cluster: usable alone, without our other crates.
+    ("gitops", &[]),
     // For fuzzing: every parser of peers' bytes, of whichever crate.
     (
         "fuzz-targets",
