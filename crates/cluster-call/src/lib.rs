@@ -4,6 +4,7 @@
 //! so it works with every agent that serves `KubernetesApi`. [`Cluster`] adds what a task that makes many
 //! requests needs: an identity, records in the audit log, and a limit of the tunnels that it occupies.
 
+mod api;
 mod cluster;
 
 use std::sync::Arc;
@@ -30,7 +31,7 @@ pub struct Request {
     /// Path and query. Agents of GitLab get them decoded, so they must be text then and have no `%2F`.
     pub target: Target,
     /// Headers by their canonical names, such as `Content-Type`.
-    pub headers: Vec<(&'static str, String)>,
+    pub headers: Vec<(String, String)>,
     /// The body; it may be empty.
     pub body: Bytes,
 }
@@ -43,8 +44,8 @@ impl Request {
 
     /// Adds a header by its canonical name.
     #[must_use]
-    pub fn header(mut self, name: &'static str, value: impl Into<String>) -> Self {
-        self.headers.push((name, value.into()));
+    pub fn header(mut self, name: &str, value: impl Into<String>) -> Self {
+        self.headers.push((name.to_owned(), value.into()));
         self
     }
 }
@@ -87,7 +88,7 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
         return Err(Status::new(Code::Unimplemented, "the path has bytes that not every agent can request"));
     }
     let one = |value: String| Values { value: vec![value] };
-    let header = request.headers.into_iter().map(|(name, value)| (name.to_owned(), one(value)));
+    let header = request.headers.into_iter().map(|(name, value)| (name, one(value)));
     let query = request.target.query_values().into_iter().map(|(key, value)| (key, Values { value }));
     let http = prototool::HttpRequest {
         method: request.method.as_str().to_owned(),
