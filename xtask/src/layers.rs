@@ -31,6 +31,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // HTTP listeners, TLS, proxies: independent of our protocols.
     ("net", &["process", "websocket"]),
     ("grpc", &["ids", "proto"]),
+    // Reads commits and files: the trait, and what is on disk. Usable alone, without our other crates.
+    ("repository", &[]),
+    // A client of Gitaly as such a repository: independent of both programs.
+    ("gitaly", &["net", "process", "grpc", "repository"]),
     // Spans of requests and their export: independent of both programs.
     ("traces", &["net", "process", "grpc"]),
     // Both ends of a tunnel. It is independent of its users.
@@ -174,6 +178,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gossip",
             "table",
             "kas-config",
+            "gitaly",
             "gitlab",
             "identity",
             "callers",

@@ -117,6 +117,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<Outcome> {
         Ok(output.status.success())
     };
     ensure!(has("kubernetes-binaries")?, "the tests have no Kubernetes API to run against");
+    ensure!(has("gitaly")?, "the tests have no Gitaly to run against");
     if args.install {
         // Without it, one test is skipped and says so.
         let _ = has("valkey")?;

@@ -24,12 +24,13 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 17] = [
+pub const ALL: [Target; 18] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
     ("files", files),
     ("first_messages", first_messages),
+    ("gitaly_answers", gitaly_answers),
     ("gitlab_answers", gitlab_answers),
     ("gossip_frame", gossip_frame),
     ("http_envelopes", http_envelopes),
@@ -118,6 +119,12 @@ pub fn files(bytes: &[u8]) {
 pub fn first_messages(bytes: &[u8]) {
     let (size, rest) = first(bytes);
     requests::first_message(rest, usize::from(size).max(1));
+}
+
+/// Answers of Gitaly, message by message, and its address and flags. No panic, nothing beyond the limits, and
+/// no path outside the folder that was asked for.
+pub fn gitaly_answers(bytes: &[u8]) {
+    gitaly::fuzz(bytes);
 }
 
 /// GitLab's answer about an agent, a project or a job. No panic, and every accepted agent has a valid name.

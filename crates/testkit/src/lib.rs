@@ -14,7 +14,7 @@
 //!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
 //!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
-//!   [`issuer`]: an issuer of OpenID Connect.
+//!   [`issuer`]: an issuer of OpenID Connect. [`gitaly`]: GitLab's server of repositories, real and small.
 
 pub mod agent14;
 pub mod agent16;
@@ -25,6 +25,7 @@ pub mod certificates;
 pub mod conformance;
 pub mod demo_api;
 pub mod endpoint;
+pub mod gitaly;
 pub mod gitlab;
 pub mod handler;
 pub mod http1;

