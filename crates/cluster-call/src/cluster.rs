@@ -24,6 +24,8 @@ pub struct ClusterSettings {
     pub task: String,
     /// Where the task comes from, for the audit log: one word.
     pub source: &'static str,
+    /// What requests call themselves, for the audit log of the API server.
+    pub user_agent: String,
     /// As whom requests run; `None`: with the agent's own rights.
     pub impersonation: Option<Impersonation>,
     /// How long one request may take.
@@ -118,7 +120,7 @@ impl Cluster {
         let request = request
             .header("Audit-Id", audit_id)
             .header("X-Request-Id", id.clone())
-            .header("User-Agent", format!("kas/{source}"));
+            .header("User-Agent", self.settings.user_agent.clone());
         let answer = send(&self.router, request, call).await;
         ending.end = Some(match &answer {
             Ok(response) => (u16::try_from(response.status).ok(), "upstream", response.body.len() as u64),

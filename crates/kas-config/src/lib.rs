@@ -31,7 +31,7 @@ pub use self::{
     secrets::{EXPECTED_MODE, Secrets},
     sections::{
         OpenFiles,
-        agent::{Agent, AgentListener, ConfigurationSource, Gitops, Source},
+        agent::{Agent, AgentListener, Applier, ConfigurationSource, Gitops, Source},
         api::{Api, ApiListener, ApiSecrets},
         discovery::{Discovery, DnsRecords, ServicePort},
         drain::Drain,

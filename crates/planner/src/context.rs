@@ -21,8 +21,9 @@ pub trait Clusters: Send + Sync + 'static {
         impersonation: Option<Impersonation>,
     ) -> Arc<dyn ClusterApi>;
 
-    /// Returns how many calls may be open at once: half of the agent's tunnels at most.
-    fn concurrent(&self, agent: AgentId) -> usize;
+    /// Returns how many calls may be open at once: half of the agent's tunnels at most. `is_elastic`: its agentk
+    /// opens tunnels when they are needed.
+    fn concurrent(&self, agent: AgentId, is_elastic: bool) -> usize;
 }
 
 /// How often planners do something unasked.

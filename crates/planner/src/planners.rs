@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use crate::{
-    applier::{Applier, Judge, Verdict},
+    applier::{AgentkVersion, Applier, Judge, Verdict},
     context::{Clusters, Context, Timing},
     diff::Asked,
     home::Homes,
@@ -267,9 +267,8 @@ impl Planners {
             if let Some(configuration) = configuration {
                 self.reconcile(plan, &configuration);
             }
-            plan.budget.set_concurrent(
-                self.context.clusters.concurrent(plan.agent.id).min(Budget::CONCURRENT),
-            );
+            let concurrent = self.context.clusters.concurrent(plan.agent.id, plan.is_elastic());
+            plan.budget.set_concurrent(concurrent.min(Budget::CONCURRENT));
         }
         self.plans().retain(|agent, _| seen.contains(agent));
         homes.retain(|agent| seen.contains(&agent));
@@ -518,6 +517,13 @@ impl AgentPlan {
             projects: HashMap::new(),
             asked: Asked::default(),
         }
+    }
+
+    /// Whether every connected agentk opens tunnels when they are needed.
+    fn is_elastic(&self) -> bool {
+        let answer = self.listed.answer.lock();
+        let versions = answer.as_ref().map(|(versions, _)| versions.as_slice()).unwrap_or_default();
+        versions.iter().all(|version| AgentkVersion::of(version) == AgentkVersion::Own)
     }
 }
 

@@ -74,6 +74,8 @@ impl Default for ReadLimits {
 pub struct Bounds {
     /// The only namespaces; `None`: any.
     pub namespaces: Option<BTreeSet<String>>,
+    /// The time between two checks for drift; `None`: the default.
+    pub check: Option<Duration>,
 }
 
 /// An entry of `gitops.manifest_projects`, checked.
@@ -220,7 +222,7 @@ mod tests {
                 .starts_with("prune_timeout: ")
         );
         assert!(change(|e| e.paths = vec![PathCf::default(); 101]).contains("101 was requested"));
-        let bounds = Bounds { namespaces: Some(BTreeSet::from(["a".to_owned()])) };
+        let bounds = Bounds { namespaces: Some(BTreeSet::from(["a".to_owned()])), check: None };
         assert!(checked(&good, &bounds).unwrap_err().contains("default_namespace shop"));
     }
 }

@@ -43,6 +43,8 @@ pub struct ProjectStatus {
     pub drift: u64,
     /// What a person should know.
     pub warnings: Vec<String>,
+    /// The numbers of the objects.
+    pub counts: Counts,
     /// The objects.
     pub objects: BTreeMap<ObjectId, ObjectState>,
     /// How often this has changed.
@@ -74,8 +76,7 @@ pub struct Counts {
 }
 
 impl ProjectStatus {
-    /// Counts the objects.
-    pub fn counts(&self) -> Counts {
+    fn count(&self) -> Counts {
         let mut counts = Counts { objects: self.objects.len(), ..Counts::default() };
         for object in self.objects.values() {
             counts.current += usize::from(object.health == Health::Current);
@@ -112,10 +113,12 @@ impl Status {
     /// Returns a copy, without objects unless `objects`.
     pub(crate) fn get(&self, objects: bool) -> ProjectStatus {
         let state = self.state();
+        let counts = state.count();
         if objects {
-            return state.clone();
+            return ProjectStatus { counts, ..state.clone() };
         }
         ProjectStatus {
+            counts,
             project: Arc::clone(&state.project),
             wanted: state.wanted.clone(),
             applied: state.applied.clone(),
@@ -128,7 +131,7 @@ impl Status {
 
     /// Returns the numbers of its objects.
     pub(crate) fn counts(&self) -> Counts {
-        self.state().counts()
+        self.state().count()
     }
 
     /// Changes something.
@@ -219,7 +222,7 @@ mod tests {
         status.progress(Progress::Object(report("b", Action::Failed, Health::Unknown)));
         assert!(changes.has_changed().unwrap());
         let seen = status.get(true);
-        assert_eq!((seen.phase, seen.counts()), ("applying", Counts { objects: 2, current: 1, failed: 1 }));
+        assert_eq!((seen.phase, seen.counts), ("applying", Counts { objects: 2, current: 1, failed: 1 }));
         let synced = Report {
             commit: "c".into(),
             outcome: gitops::Outcome::Synced,
@@ -234,7 +237,7 @@ mod tests {
         };
         status.ended(&synced, String::new());
         let seen = status.get(true);
-        assert_eq!((seen.phase, seen.counts()), ("synced", Counts { objects: 1, current: 1, failed: 0 }));
+        assert_eq!((seen.phase, seen.counts), ("synced", Counts { objects: 1, current: 1, failed: 0 }));
         assert!(status.get(false).objects.is_empty());
     }
 }

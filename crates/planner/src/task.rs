@@ -282,6 +282,11 @@ impl Task {
         }
     }
 
+    /// Returns the time between two checks for drift.
+    fn check(&self) -> Duration {
+        self.spec.bounds.check.unwrap_or(self.context.timing.check)
+    }
+
     /// Does what is due.
     async fn due(&mut self, opened: &Opened, plan: &mut Plan, follow: &mut Follow) {
         let now = Instant::now();
@@ -295,7 +300,7 @@ impl Task {
             let _ = self.sync(opened, plan, follow, Scope::All, PruneWhen::Current).await;
             return;
         }
-        plan.check = Some(now + varied(self.context.timing.check));
+        plan.check = Some(now + varied(self.check()));
         if plan.memory.is_empty() {
             return;
         }
@@ -463,7 +468,7 @@ impl Task {
         if plan.is_flawed() {
             self.status.update(|state| state.phase = "failed");
         }
-        plan.check = Some(now + varied(timing.check));
+        plan.check = Some(now + varied(self.check()));
         match &report.outcome {
             Outcome::Synced => {
                 (plan.failures, plan.moves, plan.retry) = (0, 0, None);

@@ -77,9 +77,25 @@ pub enum Source {
     Git(PathBuf),
 }
 
+/// Who applies the manifests of agents.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Applier {
+    /// As the version of agentk says.
+    #[default]
+    Auto,
+    /// kas.
+    Kas,
+    /// agentk.
+    Agent,
+    /// Nobody.
+    None,
+}
+
 /// Section `agent.gitops`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gitops {
+    /// Who applies the manifests of agents.
+    pub applier: Applier,
     /// How often a repository is checked for changes, unless GitLab reports pushes.
     pub poll_period: Duration,
     /// How long it is cached that an agent may read a project; zero: until the next check.
@@ -196,6 +212,17 @@ fn agent(
         }
     });
     let gitops = s.section("gitops", "Manifests from Git.", |s| Gitops {
+        applier: s.one_of(
+            "applier",
+            &[
+                ("auto", Applier::Auto),
+                ("kas", Applier::Kas),
+                ("agent", Applier::Agent),
+                ("none", Applier::None),
+            ],
+            "Who applies the manifests of agents: auto (kas for agentk of this project; GitLab's agentk before 17 applies \
+             by itself; for later ones nobody does), kas (for every agentk), agent (kas never applies) or none.",
+        ),
         poll_period: s.duration(
             "poll_period",
             seconds(20),
