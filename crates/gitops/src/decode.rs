@@ -286,7 +286,8 @@ impl Found {
             );
             self.flaw(manifest.line, reason);
         } else if let Some(first) = &self.template {
-            let reason = format!("a second inventory template: the first is at {}:{}", first.file, first.line);
+            let reason =
+                format!("a second inventory template: the first is at {}:{}", first.file, first.line);
             self.flaw(manifest.line, reason);
         } else {
             self.template = Some(manifest);
@@ -329,7 +330,9 @@ impl Found {
             None | Some(Value::Null | Value::String(_)) if metadata.contains_key("generateName") => {
                 return Err("generateName would make a new object at each sync: give it a name".to_owned());
             }
-            None | Some(Value::Null | Value::String(_)) => return Err(format!("{kind} without metadata.name")),
+            None | Some(Value::Null | Value::String(_)) => {
+                return Err(format!("{kind} without metadata.name"));
+            }
             Some(_) => return Err("metadata.name must be a text: quote it".to_owned()),
         };
         if !is_path_segment(name) {
@@ -389,7 +392,10 @@ fn is_group(text: &str) -> bool {
 
 /// As the API server's check of names of any kind.
 fn is_path_segment(name: &str) -> bool {
-    name.len() <= 253 && !matches!(name, "." | "..") && !name.contains(['/', '%']) && !name.contains(char::is_control)
+    name.len() <= 253
+        && !matches!(name, "." | "..")
+        && !name.contains(['/', '%'])
+        && !name.contains(char::is_control)
 }
 
 fn is_dns_label(text: &str) -> bool {

@@ -2,7 +2,20 @@
 
 use std::collections::BTreeSet;
 
-use crate::object::ObjectId;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+
+use crate::{
+    call::Call,
+    cluster::Budget,
+    discovery::Lookup,
+    existing::{self, Existing},
+    memory::{Live, Memory},
+    object::ObjectId,
+    plan::Path,
+    progress::{Health, Outcome},
+    run::Run,
+    status::status,
+};
 
 /// The result of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,4 +28,59 @@ pub struct Drift {
     pub unknown: Vec<(ObjectId, String)>,
     /// The applied objects that are not current now.
     pub degraded: usize,
+}
+
+/// Compares all objects of the memory, and looks again at those that were not current.
+pub(crate) async fn check(run: &Run<'_>, memory: &mut Memory) -> Result<Drift, Outcome> {
+    let api = run.api(false).await?;
+    let mut drift = Drift { checked: memory.objects.len(), ..Drift::default() };
+    let mut paths = Vec::new();
+    for id in memory.objects.keys() {
+        match api.lookup(&id.group, None, &id.kind) {
+            Lookup::Found(resource) => {
+                paths.push((id.clone(), Path::new(id, &resource.version, &resource.plural)))
+            }
+            Lookup::Unknown => {
+                drift.unknown.push((id.clone(), format!("the API group {} cannot be read", id.group)));
+            }
+            // It cannot exist. To apply it again says why.
+            Lookup::NoKind | Lookup::NoGroup => {
+                drift.differ.insert(id.clone());
+            }
+        }
+    }
+    let mut look = Vec::new();
+    let existing = existing::read(&run.caller, run, paths.clone()).await?;
+    for (id, path) in paths {
+        let Some(record) = memory.objects.get(&id) else { continue };
+        match existing.get(&id) {
+            Some(Existing::Found(object)) => match Live::read(object) {
+                Some(now) if record.live.differs(&now) => {
+                    drift.differ.insert(id);
+                }
+                Some(_) if record.health != Health::Current => look.push((id, path)),
+                Some(_) => {}
+                None => drift.unknown.push((id, "the answer is no object".to_owned())),
+            },
+            Some(Existing::Unreadable(why)) => drift.unknown.push((id, why.clone())),
+            Some(Existing::Absent) | None => {
+                drift.differ.insert(id);
+            }
+        }
+    }
+    let looks: Vec<_> = stream::iter(look)
+        .map(|(id, path)| async move { Ok((id, run.call(Call::get(path.object, None)).await?)) })
+        .buffer_unordered(Budget::CONCURRENT)
+        .try_collect()
+        .await?;
+    for (id, answer) in looks {
+        if answer.is_ok()
+            && let Ok(object) = answer.json()
+            && let Some(record) = memory.objects.get_mut(&id)
+        {
+            record.health = status(&id, &object).0;
+        }
+    }
+    drift.degraded = memory.objects.values().filter(|record| record.health != Health::Current).count();
+    Ok(drift)
 }

@@ -15,18 +15,29 @@
 //! is no [`Set`] then), an inventory that cannot be read, of an API group that cannot be read, or for a set
 //! without objects.
 
+mod apply;
+mod call;
 mod cluster;
 pub mod decode;
 mod diff;
+mod discovery;
 mod drift;
 mod engine;
+mod entry;
+mod existing;
 pub mod glob;
-mod inventory;
+pub mod inventory;
 mod memory;
 mod object;
+mod order;
 mod pace;
+mod plan;
 mod progress;
 mod project;
+mod prune;
+mod run;
+mod status;
+mod sync;
 
 pub use self::{
     cluster::{Budget, CallError, ClusterApi, MAX_RESPONSE},
