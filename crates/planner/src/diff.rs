@@ -171,7 +171,7 @@ impl Planners {
         let api = context.clusters.open(agent, format!("gitops:{project}"), None);
         let engine = Engine::new(api, budget);
         let head = Unnamed { planners: Arc::clone(self), agent, project: project.to_owned() };
-        let report = engine.destroy(&of, None, &head, &|_| {}).await;
+        let report = engine.destroy(&of, None, &head, &|_: gitops::Progress| {}).await;
         let text = message(&report);
         match report.outcome {
             Outcome::Synced => Ok(format!("deleted {} objects and the inventory", report.objects.len())),

@@ -29,9 +29,7 @@ pub use self::{
     context::{Clusters, Timing},
     diff::DiffOf,
     metrics::{OutcomeLabel, PlannerMetrics, StateLabel},
-    planners::{
-        AgentSync, Agents, Configuration, Control, ControlError, Parts, Planners, is_unhealthy,
-    },
+    planners::{AgentSync, Agents, Configuration, Control, ControlError, Parts, Planners},
     source::{Bounds, ReadLimits, Source, SourceError, Sources},
     status::{Counts, ObjectState, ProjectStatus},
 };

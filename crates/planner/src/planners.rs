@@ -10,7 +10,7 @@ use std::{
 };
 
 use cluster::{Query, Tracker};
-use gitops::{Budget, Health};
+use gitops::Budget;
 use ids::{Agent, AgentId, Impersonation, ReplicaId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::agentcfg::ManifestProjectCf;
@@ -552,9 +552,4 @@ async fn versions(tracker: &dyn Tracker, agent: AgentId) -> (Vec<String>, Option
             (versions.collect(), missing)
         }
     }
-}
-
-/// Whether an object needs the attention of a person.
-pub fn is_unhealthy(object: &crate::ObjectState) -> bool {
-    object.action == gitops::Action::Failed || matches!(object.health, Health::Failed)
 }

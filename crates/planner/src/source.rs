@@ -119,7 +119,7 @@ impl Entry {
             namespaces: bounds.namespaces.clone(),
             reconcile_timeout: duration("reconcile_timeout", entry.reconcile_timeout.as_ref())?,
             dry_run: entry.dry_run_strategy.parse().map_err(|error| wrong("dry_run_strategy", &error))?,
-            prune: entry.prune_oneof.is_none_or(|PruneOneof::Prune(prune)| prune),
+            prune: entry.prune_oneof.as_ref().is_none_or(|PruneOneof::Prune(prune)| *prune),
             prune_timeout: duration("prune_timeout", entry.prune_timeout.as_ref())?,
             propagation: entry
                 .prune_propagation_policy

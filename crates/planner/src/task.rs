@@ -404,7 +404,7 @@ impl Task {
         let sight = ProjectHead::new(Arc::clone(&source.repository), entry.revision.clone(), instead);
         let is_all = scope == Scope::All;
         let status = Arc::clone(&self.status);
-        let observer = move |progress| status.progress(progress);
+        let observer = move |progress: gitops::Progress| status.progress(progress);
         let report = {
             let sync = gitops::Sync {
                 project: &project,

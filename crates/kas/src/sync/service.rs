@@ -14,7 +14,7 @@ use proto::kas::{
         ControlSyncRequest, ControlSyncResponse, DiffRequest, DiffResponse, GetSyncRequest, GetSyncResponse,
         control_sync_request::Action,
     },
-    internal::v1::sync_server::{Sync, SyncServer},
+    internal::v1::sync_server::{Sync as SyncRpc, SyncServer},
 };
 use routing::peer::Peers;
 use tokio::sync::watch;
@@ -303,7 +303,7 @@ impl Watcher {
 struct Here(Arc<SyncService>);
 
 #[tonic::async_trait]
-impl Sync for Here {
+impl SyncRpc for Here {
     async fn get(&self, request: Request<GetSyncRequest>) -> Result<Response<GetSyncResponse>, Status> {
         let request = request.into_inner();
         let found = self.0.here(agent(request.agent_id)?, &request);
