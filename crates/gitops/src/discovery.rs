@@ -149,7 +149,9 @@ pub(crate) async fn discover<G: Gate + ?Sized>(
                 }
             }
             _ => {
-                return Ok(Err(format!("the kinds of the cluster cannot be read: {root} is no list of them")));
+                return Ok(Err(format!(
+                    "the kinds of the cluster cannot be read: {root} is no list of them"
+                )));
             }
         }
     }

@@ -38,6 +38,8 @@ mod prune;
 mod run;
 mod status;
 mod sync;
+#[cfg(test)]
+mod tests;
 
 pub use self::{
     cluster::{Budget, CallError, ClusterApi, MAX_RESPONSE},
