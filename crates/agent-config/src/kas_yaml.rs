@@ -72,15 +72,9 @@ fn read(root: &mut Section<'_, '_>) -> KasYaml {
     if is_bound && namespaces.is_empty() && !root.is_refused("namespaces") {
         root.refuse("namespaces", "at least one namespace, or no such key for the whole cluster");
     }
-    let check = root.section("gitops", "", |s| {
-        s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), "")
-    });
-    KasYaml {
-        environments,
-        namespaces: is_bound.then_some(namespaces),
-        check,
-        identities: BTreeMap::new(),
-    }
+    let check =
+        root.section("gitops", "", |s| s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), ""));
+    KasYaml { environments, namespaces: is_bound.then_some(namespaces), check, identities: BTreeMap::new() }
 }
 
 fn identities(projects: Option<Value>) -> Result<BTreeMap<String, Impersonation>, String> {

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{FutureExt as _, StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -106,11 +106,14 @@ pub(crate) async fn apply(
             let read = kind.iter().map(|item| (item.id.clone(), item.path.clone())).collect();
             existing.extend(existing::read(&run.caller, run, read).await?);
         }
-        let results: Vec<_> = stream::iter(kind.iter().map(|item| (*item, existing.remove(&item.id))))
-            .map(|(item, existing)| apply_one(run, item, existing.unwrap_or(Existing::Absent)))
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
+        // Boxed in a loop: the compiler cannot prove that futures of closures over references can be sent.
+        let mut applying = Vec::with_capacity(kind.len());
+        for item in kind {
+            let existing = existing.remove(&item.id).unwrap_or(Existing::Absent);
+            applying.push(apply_one(run, item, existing).boxed());
+        }
+        let results: Vec<_> =
+            stream::iter(applying).buffer_unordered(Budget::CONCURRENT).try_collect().await?;
         for (item, record) in results {
             match record {
                 Some(record) => {
@@ -257,11 +260,11 @@ async fn wait(run: &Run<'_>, mut pending: Vec<&Item<'_>>, memory: &mut Memory) -
         }
         let pause = if waited < FIRST { LOOK_EVERY } else { LOOK_LATER_EVERY };
         run.sleep(pause.min(run.project.reconcile_timeout - waited)).await?;
-        let looks: Vec<_> = stream::iter(pending.iter().copied())
-            .map(|item| async move { Ok((item, look(run, item).await?)) })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
+        let mut looking = Vec::with_capacity(pending.len());
+        for item in pending.iter().copied() {
+            looking.push(async move { Ok((item, look(run, item).await?)) }.boxed());
+        }
+        let looks: Vec<_> = stream::iter(looking).buffer_unordered(Budget::CONCURRENT).try_collect().await?;
         let mut left: BTreeSet<ObjectId> = BTreeSet::new();
         for (item, (health, message)) in looks {
             match memory.objects.get_mut(&item.id) {

@@ -4,7 +4,7 @@ mod text;
 
 use std::{collections::BTreeSet, fmt::Write as _, time::Duration};
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{FutureExt as _, StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 
@@ -183,25 +183,24 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
         inventories.iter().flat_map(|inventory| inventory.keys.iter().cloned()).collect();
 
     let new_namespaces = new_namespaces(run, &plan, deadline).await.map_err(end)?;
-    let compared: Vec<(&Item<'_>, Compared, Option<u128>)> = stream::iter(&plan.items)
-        .map(|item| {
-            let is_new = item.defined_here || new_namespaces.contains(&*item.id.namespace);
-            async move {
-                if is_new {
-                    // Neither its namespace nor its kind exists, so the API server could only refuse it.
-                    let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
-                    return Ok((item, Some((ChangeAction::Create, diff, String::new())), None));
-                }
-                match timeout_at(deadline, compare(run, item)).await {
-                    Ok(result) => result.map(|(compared, uid)| (item, compared, uid)),
-                    Err(_) => Ok((item, Some(not_asked()), None)),
-                }
+    let mut comparing = Vec::with_capacity(plan.items.len());
+    for item in &plan.items {
+        let is_new = item.defined_here || new_namespaces.contains(&*item.id.namespace);
+        let compare = async move {
+            if is_new {
+                // Neither its namespace nor its kind exists, so the API server could only refuse it.
+                let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
+                return Ok((item, Some((ChangeAction::Create, diff, String::new())), None));
             }
-        })
-        .buffered(Budget::CONCURRENT)
-        .try_collect()
-        .await
-        .map_err(end)?;
+            match timeout_at(deadline, compare(run, item)).await {
+                Ok(result) => result.map(|(compared, uid)| (item, compared, uid)),
+                Err(_) => Ok((item, Some(not_asked()), None)),
+            }
+        };
+        comparing.push(compare.boxed());
+    }
+    let compared: Vec<(&Item<'_>, Compared, Option<u128>)> =
+        stream::iter(comparing).buffered(Budget::CONCURRENT).try_collect().await.map_err(end)?;
     let mut protected = Protected::default();
     protected.namespaces.insert(run.wanted.namespace.clone());
     for failed in &plan.failed {

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{FutureExt as _, StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
@@ -219,14 +219,13 @@ pub(crate) async fn prune(
         let chunk = &order[at..at + kind.min(CHUNK)];
         at += chunk.len();
         since_confirmed += chunk.len();
-        let results: Vec<_> = stream::iter(chunk.iter().copied())
-            .map(|id| {
-                let protected = &protected;
-                async move { Ok((id, prune_one(run, api, id, protected).await?)) }
-            })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
+        let mut pruning = Vec::with_capacity(chunk.len());
+        for id in chunk.iter().copied() {
+            let protected = &protected;
+            pruning.push(async move { Ok((id, prune_one(run, api, id, protected).await?)) }.boxed());
+        }
+        let results: Vec<_> =
+            stream::iter(pruning).buffer_unordered(Budget::CONCURRENT).try_collect().await?;
         for (id, result) in results {
             let key = &candidates.objects[id];
             match result {
@@ -315,14 +314,17 @@ async fn wait(
 ) -> Result<(), Outcome> {
     let begin = Instant::now();
     loop {
-        let looks: Vec<_> = stream::iter(deleted)
-            .map(|(id, path, uid)| async move {
-                let why = waits_for(run, &path, id, &uid).await?;
-                Ok((id, path, uid, why))
-            })
-            .buffer_unordered(Budget::CONCURRENT)
-            .try_collect()
-            .await?;
+        let mut looking = Vec::with_capacity(deleted.len());
+        for (id, path, uid) in deleted {
+            looking.push(
+                async move {
+                    let why = waits_for(run, &path, id, &uid).await?;
+                    Ok((id, path, uid, why))
+                }
+                .boxed(),
+            );
+        }
+        let looks: Vec<_> = stream::iter(looking).buffer_unordered(Budget::CONCURRENT).try_collect().await?;
         deleted = Vec::new();
         let waited = begin.elapsed();
         let is_over = waited >= run.project.prune_timeout;

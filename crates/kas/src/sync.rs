@@ -15,8 +15,8 @@ use observe::Observer;
 use planner::{Applier, Clusters, ReadLimits};
 use routing::router::Router;
 
-pub use self::service::SyncService;
 pub(crate) use self::service::MAX_QUESTION;
+pub use self::service::SyncService;
 pub(crate) use self::{agents::HeldAgents, sources::LocalSources};
 
 /// How long one request to an API server may take.

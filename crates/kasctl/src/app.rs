@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, Parser as _};
 
 use crate::{
-    agents, api, diff, gitops,
+    agents, api,
     cli::{Cli, Command, TokenCommand, TrackerCommand},
-    credential,
+    credential, diff,
     failure::{Exit, Failure},
-    kubeconfig, login,
+    gitops, kubeconfig, login,
     output::{Output, note},
     pods, probe, replicas, request, token, tracker, why,
 };
@@ -74,8 +74,10 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
                 .await
         }
         Command::Gitops(args) => {
-            api::with_client(global.settings(), async |client| gitops::run(client, output, args, format).await)
-                .await
+            api::with_client(global.settings(), async |client| {
+                gitops::run(client, output, args, format).await
+            })
+            .await
         }
         Command::Diff(args) => {
             // Files are read before kas is called.

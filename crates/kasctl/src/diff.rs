@@ -154,8 +154,7 @@ pub(crate) fn read(folder: &Path) -> Result<Files, Failure> {
     let mut size = 0;
     let mut open = vec![(folder.to_owned(), 0)];
     while let Some((path, depth)) = open.pop() {
-        let failed =
-            |cause: io::Error| Failure::File(FileError { verb: "read", path: path.clone(), cause });
+        let failed = |cause: io::Error| Failure::File(FileError { verb: "read", path: path.clone(), cause });
         for entry in std::fs::read_dir(&path).map_err(failed)? {
             let entry = entry.map_err(failed)?;
             let kind = entry.file_type().map_err(failed)?;
@@ -192,13 +191,21 @@ mod tests {
     use super::*;
 
     fn change(action: &str) -> DiffChange {
-        DiffChange { action: action.into(), kind: "ConfigMap".into(), name: "a".into(), ..DiffChange::default() }
+        DiffChange {
+            action: action.into(),
+            kind: "ConfigMap".into(),
+            name: "a".into(),
+            ..DiffChange::default()
+        }
     }
 
     #[test]
     fn exit_codes_are_those_of_kubectl_diff() {
         let of = |actions: &[&str]| {
-            exit(&DiffResponse { changes: actions.iter().map(|a| change(a)).collect(), ..DiffResponse::default() })
+            exit(&DiffResponse {
+                changes: actions.iter().map(|a| change(a)).collect(),
+                ..DiffResponse::default()
+            })
         };
         assert_eq!(of(&[]), Exit::Ok);
         assert_eq!(of(&["keep"]), Exit::Ok);

@@ -170,7 +170,9 @@ mod tests {
             judge.decide(Applier::Auto, versions.iter().copied(), missing, now)
         };
         assert_eq!(at(0, &["v0.1.0"], None), Verdict::Kas);
-        assert!(matches!(at(1, &["v0.1.0"], Some("b is silent")), Verdict::Wait(why) if why.contains("silent")));
+        assert!(
+            matches!(at(1, &["v0.1.0"], Some("b is silent")), Verdict::Wait(why) if why.contains("silent"))
+        );
         assert!(matches!(at(2, &["v0.1.0", "v14.1.0"], None), Verdict::Not(why) if why.contains("v14.1.0")));
         assert!(matches!(at(61, &["v0.1.0"], None), Verdict::Wait(_)));
         assert_eq!(at(62, &["v0.1.0"], None), Verdict::Kas);

@@ -14,12 +14,8 @@ use crate::{
 /// Reaches the clusters of agents.
 pub trait Clusters: Send + Sync + 'static {
     /// Returns the API of the cluster of an agent. `task` names who calls, for the audit log.
-    fn open(
-        &self,
-        agent: AgentId,
-        task: String,
-        impersonation: Option<Impersonation>,
-    ) -> Arc<dyn ClusterApi>;
+    fn open(&self, agent: AgentId, task: String, impersonation: Option<Impersonation>)
+    -> Arc<dyn ClusterApi>;
 
     /// Returns how many calls may be open at once: half of the agent's tunnels at most. `is_elastic`: its agentk
     /// opens tunnels when they are needed.

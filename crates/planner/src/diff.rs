@@ -165,8 +165,7 @@ impl Planners {
             SourceError::Denied(text) => ControlError::Wrong(text),
             SourceError::Unavailable(text) => ControlError::Failed(text),
         })?;
-        let number =
-            u64::try_from(agent.get()).map_err(|error| ControlError::Wrong(error.to_string()))?;
+        let number = u64::try_from(agent.get()).map_err(|error| ControlError::Wrong(error.to_string()))?;
         let of = Project::new(number, source.id, namespace, &context.replica);
         let api = context.clusters.open(agent, format!("gitops:{project}"), None);
         let engine = Engine::new(api, budget);

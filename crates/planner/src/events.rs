@@ -40,8 +40,10 @@ pub(crate) struct Event {
 impl Events {
     /// Returns whether an Event may be written now.
     fn admit(&mut self, event: &Event, now: Instant) -> bool {
-        let is_last =
-            self.last.as_ref().is_some_and(|(reason, text)| *reason == event.reason && *text == event.message);
+        let is_last = self
+            .last
+            .as_ref()
+            .is_some_and(|(reason, text)| *reason == event.reason && *text == event.message);
         self.written.retain(|at| now.saturating_duration_since(*at) < WINDOW);
         if is_last || self.written.len() >= MOST {
             return false;
@@ -83,11 +85,8 @@ fn request(inventory: &InventoryRef, event: &Event, now: Duration) -> Option<Req
     while !event.message.is_char_boundary(end) {
         end -= 1;
     }
-    let time = prost_types::Timestamp {
-        seconds: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
-        nanos: 0,
-    }
-    .to_string();
+    let time = prost_types::Timestamp { seconds: i64::try_from(now.as_secs()).unwrap_or(i64::MAX), nanos: 0 }
+        .to_string();
     let body = json!({
         "apiVersion": "v1",
         "kind": "Event",

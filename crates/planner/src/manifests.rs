@@ -77,10 +77,7 @@ struct Kept {
 impl Default for Loader {
     fn default() -> Self {
         let files = LruCache::new(NonZeroUsize::new(KEPT_FILES).unwrap_or(NonZeroUsize::MIN));
-        Self {
-            kept: Mutex::new(Kept { files, bytes: 0 }),
-            room: Arc::new(Semaphore::new(ROOM as usize)),
-        }
+        Self { kept: Mutex::new(Kept { files, bytes: 0 }), room: Arc::new(Semaphore::new(ROOM as usize)) }
     }
 }
 
@@ -150,14 +147,14 @@ impl Loader {
     ) -> Result<Loaded, LoadError> {
         let total: usize = files.iter().map(|file| file.content.len()).sum();
         if total as u64 > limits.total {
-            let text = format!("all files together have {total} bytes; at most {} are accepted", limits.total);
+            let text =
+                format!("all files together have {total} bytes; at most {} are accepted", limits.total);
             return Err(LoadError::Flawed(text));
         }
         let kib = u32::try_from(total.div_ceil(1024)).unwrap_or(ROOM).clamp(1, ROOM);
         let room = Arc::clone(&self.room).acquire_many_owned(kib).await.ok();
         let commit = commit.to_owned();
-        let decoded =
-            tokio::task::spawn_blocking(move || decode(&commit, &files, &Limits::default())).await;
+        let decoded = tokio::task::spawn_blocking(move || decode(&commit, &files, &Limits::default())).await;
         match decoded {
             Ok(Ok(set)) => Ok(Loaded { set, _room: room }),
             Ok(Err(flaws)) => Err(LoadError::Flawed(flaws.to_string())),
@@ -174,8 +171,7 @@ impl Loader {
         listed: &[Listed],
         limits: &ReadLimits,
     ) -> Result<(Vec<File>, u64), LoadError> {
-        let mut contents: Vec<Option<Bytes>> =
-            listed.iter().map(|entry| self.get(name, entry.id)).collect();
+        let mut contents: Vec<Option<Bytes>> = listed.iter().map(|entry| self.get(name, entry.id)).collect();
         let missing: Vec<usize> =
             contents.iter().enumerate().filter(|(_, content)| content.is_none()).map(|(at, _)| at).collect();
         let mut total = contents.iter().flatten().map(|content| content.len() as u64).sum::<u64>();

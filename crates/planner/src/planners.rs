@@ -451,13 +451,15 @@ impl Planners {
             Control::Sync => Command::Sync(reply),
             Control::Prune => Command::Prune(reply),
         };
-        commands
-            .try_send(command)
-            .map_err(|_| ControlError::Busy("a sync is running, and others wait: try again later".to_owned()))?;
+        commands.try_send(command).map_err(|_| {
+            ControlError::Busy("a sync is running, and others wait: try again later".to_owned())
+        })?;
         match answer.await {
             Ok(Ok(text)) => Ok(text),
             Ok(Err(text)) => Err(ControlError::Failed(text)),
-            Err(_) => Err(ControlError::Failed("the configuration changed, or this replica leaves".to_owned())),
+            Err(_) => {
+                Err(ControlError::Failed("the configuration changed, or this replica leaves".to_owned()))
+            }
         }
     }
 

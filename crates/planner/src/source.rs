@@ -5,9 +5,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use gitops::{Project, glob::Glob};
 use ids::Agent;
-use proto::gitlab::agent::agentcfg::{
-    ManifestProjectCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof,
-};
+use proto::gitlab::agent::agentcfg::{ManifestProjectCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof};
 use repository::{Repository, Revision};
 
 /// The glob of a project that has none, as in 14.1.
@@ -216,7 +214,10 @@ mod tests {
         };
         assert!(change(|e| e.dry_run_strategy = "x".into()).starts_with("dry_run_strategy: "));
         assert!(change(|e| e.inventory_policy = "x".into()).starts_with("inventory_policy: "));
-        assert!(change(|e| e.r#ref = Some(GitRefCf { r#ref: Some(Ref::Branch("a..b".into())) })).starts_with("ref: "));
+        assert!(
+            change(|e| e.r#ref = Some(GitRefCf { r#ref: Some(Ref::Branch("a..b".into())) }))
+                .starts_with("ref: ")
+        );
         assert!(
             change(|e| e.prune_timeout = Some(prost_types::Duration { seconds: -1, nanos: 0 }))
                 .starts_with("prune_timeout: ")

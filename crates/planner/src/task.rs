@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use futures_util::FutureExt as _;
 use gitops::{
     Action, Budget, ClusterApi, Engine, Health, Memory, ObjectId, Outcome, PruneWhen, Report, Scope, Stop,
 };
@@ -67,12 +68,12 @@ impl Spec {
     /// # Errors
     /// A text for people.
     pub(crate) async fn open(&self, context: &Context, budget: &Budget) -> Result<Opened, String> {
-        let source = context.sources.open(&self.agent, &self.entry.id).await.map_err(|error| match error {
-            SourceError::Denied(text) | SourceError::Unavailable(text) => text,
-        })?;
+        let source =
+            context.sources.open(&self.agent, &self.entry.id).await.map_err(|error| match error {
+                SourceError::Denied(text) | SourceError::Unavailable(text) => text,
+            })?;
         let replica = &context.replica;
-        let entry =
-            Entry::new(&self.agent, source.id, replica, &self.entry, &self.bounds, &context.limits)?;
+        let entry = Entry::new(&self.agent, source.id, replica, &self.entry, &self.bounds, &context.limits)?;
         let task = format!("gitops:{}", self.entry.id);
         let api = context.clusters.open(self.agent.id, task, self.impersonation.clone());
         let engine = Engine::new(Arc::clone(&api), budget.clone());
@@ -226,7 +227,8 @@ impl Task {
             match wake {
                 Wake::Command(None) => return,
                 Wake::Command(Some(Command::Sync(reply))) => {
-                    let text = self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current).await;
+                    let text =
+                        self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current).await;
                     let _ = reply.send(text);
                 }
                 Wake::Command(Some(Command::Prune(reply))) => {
@@ -248,9 +250,7 @@ impl Task {
                         continue;
                     }
                     // The result is in the status.
-                    let _ = self
-                        .sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current)
-                        .await;
+                    let _ = self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current).await;
                 }
                 Wake::Head(Ok(None)) => {
                     unreadable = None;
@@ -320,9 +320,7 @@ impl Task {
                     "objects differ from what was applied"
                 );
                 // The result is in the status.
-                let _ = self
-                    .sync(opened, plan, follow, Scope::Only(drift.differ), PruneWhen::Current)
-                    .await;
+                let _ = self.sync(opened, plan, follow, Scope::Only(drift.differ), PruneWhen::Current).await;
             }
         }
     }
@@ -394,7 +392,8 @@ impl Task {
             plan.retry = Some(Instant::now() + pause);
             plan.good = Some(commit);
             self.status.update(|state| state.applied = Some(applied));
-            self.status.phase("synced", "applied before this replica began to plan: it is applied again soon");
+            self.status
+                .phase("synced", "applied before this replica began to plan: it is applied again soon");
             return Ok("applied before".to_owned());
         }
         let project = match instead {
@@ -414,7 +413,7 @@ impl Task {
                 prune,
                 observer: &observer,
             };
-            let mut running = std::pin::pin!(engine.sync(sync, &mut plan.memory));
+            let mut running = engine.sync(sync, &mut plan.memory).boxed();
             let mut is_new = false;
             let report = loop {
                 tokio::select! {

@@ -46,8 +46,10 @@ const KILL_AFTER: usize = 60;
 /// The agent whose cluster follows the repository.
 const AGENT: (&str, &str) = AGENTS[0];
 
-const CONFIG: &str = "gitops:\n  manifest_projects:\n  - id: demo/manifests\n    default_namespace: default\n";
-const KAS_YAML: &str = "# An edit by hand is noticed after this time. The default is 5m.\ngitops:\n  check: 2s\n";
+const CONFIG: &str =
+    "gitops:\n  manifest_projects:\n  - id: demo/manifests\n    default_namespace: default\n";
+const KAS_YAML: &str =
+    "# An edit by hand is noticed after this time. The default is 5m.\ngitops:\n  check: 2s\n";
 
 /// The bare repository, and a folder with its files.
 struct Repository {
@@ -191,7 +193,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
 
     let mut step = report.step("Create a bare repository, an agent and its configuration");
     let repository = Repository::create(&dir).await?;
-    let setup = ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?.with_manifests(&repository.bare);
+    let setup =
+        ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?.with_manifests(&repository.bare);
     let kasctl = Kasctl::new(programs.path("kasctl")?, &setup.api_secret(), 0);
     make_identities(&kasctl, &dir).await?;
     kubectl::make_certificates(&programs, &dir).await?;
@@ -211,7 +214,10 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     processes.agents.push(start_agent(&programs, &dir, &kubeconfig, &processes.replicas)?);
     let home = processes.guard(home(&deployment.kasctl[0])).await?;
     step.took();
-    step.fact("home", format_args!("{} plans for the agent", deployment.with_numbers(&format!("replica {home}"))));
+    step.fact(
+        "home",
+        format_args!("{} plans for the agent", deployment.with_numbers(&format!("replica {home}"))),
+    );
     let front = deployment.kasctl[0].clone();
     let mut problems = Vec::new();
 
@@ -250,7 +256,10 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let back = processes.guard(until_is(&front, "blue", Some("navy"))).await?;
     let (seen, _) = processes.guard(until(&front, "the drift", |project| project.drift > 0)).await?;
     step.took();
-    step.fact("put back", format_args!("{} after the edit; kas.yaml says: check each 2s", human(back - edited)));
+    step.fact(
+        "put back",
+        format_args!("{} after the edit; kas.yaml says: check each 2s", human(back - edited)),
+    );
     step.fact("drift", format_args!("{} object counted", seen.projects[0].drift));
 
     let mut step = report.step("Commit a manifest that cannot be read, and remove another one");
@@ -283,7 +292,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     step.text(&killed);
 
     let mut step = report.step("Ask what is there");
-    let table = deployment.kasctl.iter().zip(&processes.replicas).find(|(_, replica)| replica.service.is_some());
+    let table =
+        deployment.kasctl.iter().zip(&processes.replicas).find(|(_, replica)| replica.service.is_some());
     let (alive, _) = table.context("no replica runs")?;
     let text = alive.answer(&["gitops", AGENT.0]).await?;
     step.took();
@@ -384,7 +394,8 @@ async fn kill(repository: &Repository, deployment: &Deployment, processes: &mut 
     let marker = format!("many-{KILL_AFTER:03}");
     processes.guard(until_is(&other, &marker, Some("grey"))).await?;
     let mut victim = processes.replicas[home].service.take().context("the home does not run")?;
-    let pid = victim.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)).context("the home has no process")?;
+    let pid =
+        victim.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)).context("the home has no process")?;
     kill_process(pid, Signal::KILL).context("cannot kill the home")?;
     let killed = Instant::now();
     let _ = victim.ended().await;

@@ -221,8 +221,16 @@ impl Setup {
 
     /// Returns the value of a `ConfigMap`; `None`: there is none.
     pub(crate) async fn value(&self, name: &str) -> Result<Option<String>> {
-        let arguments =
-            ["get", "configmap", name, "--namespace", "default", "--ignore-not-found", "-o", "jsonpath={.data.v}"];
+        let arguments = [
+            "get",
+            "configmap",
+            name,
+            "--namespace",
+            "default",
+            "--ignore-not-found",
+            "-o",
+            "jsonpath={.data.v}",
+        ];
         let found = self.kubernetes.kubectl(&arguments).await?;
         Ok(Some(found).filter(|found| !found.is_empty()))
     }

@@ -17,14 +17,24 @@ async fn a_commit_becomes_an_object_and_stays_what_it_says() -> Result<()> {
     let it = Setup::start(1, "    default_namespace: default\n", NO_BOUNDS).await?;
 
     // A commit.
-    let first = it.repository.push(&[("a.json", config_map("a", "1")), ("b.json", config_map("b", "1"))]).await?;
+    let first =
+        it.repository.push(&[("a.json", config_map("a", "1")), ("b.json", config_map("b", "1"))]).await?;
     let synced = it.synced(0, &first).await?;
     ensure!(synced.objects == 2 && synced.current == 2, "{synced:?}");
     assert_eq!(it.value("a").await?.as_deref(), Some("1"));
 
     // An edit by hand is put back.
     it.kubernetes
-        .kubectl(&["patch", "configmap", "a", "--namespace", "default", "--type=merge", "-p", r#"{"data":{"v":"9"}}"#])
+        .kubectl(&[
+            "patch",
+            "configmap",
+            "a",
+            "--namespace",
+            "default",
+            "--type=merge",
+            "-p",
+            r#"{"data":{"v":"9"}}"#,
+        ])
         .await?;
     it.until(0, "corrected", |it| it.drift > 0 && it.phase == "synced").await?;
     assert_eq!(it.value("a").await?.as_deref(), Some("1"));
@@ -32,8 +42,7 @@ async fn a_commit_becomes_an_object_and_stays_what_it_says() -> Result<()> {
     // A bad manifest changes nothing, although a file is gone, and says where it is wrong.
     let bad = [("a.json", config_map("a", "2")), ("bad.yaml", "kind: [x".to_owned())];
     let second = it.repository.push(&bad).await?;
-    let failed =
-        it.until(0, "failed", |it| it.phase == "failed" && it.wanted_commit == second).await?;
+    let failed = it.until(0, "failed", |it| it.phase == "failed" && it.wanted_commit == second).await?;
     ensure!(failed.message.contains("bad.yaml:1"), "{failed:?}");
     assert_eq!(it.value("a").await?.as_deref(), Some("1"));
     assert_eq!(it.value("b").await?.as_deref(), Some("1"));
@@ -63,7 +72,8 @@ async fn a_commit_becomes_an_object_and_stays_what_it_says() -> Result<()> {
 #[tokio::test]
 async fn a_diff_shows_what_a_sync_would_change_and_writes_nothing() -> Result<()> {
     let it = Setup::start(1, "    default_namespace: default\n", NO_BOUNDS).await?;
-    let first = it.repository.push(&[("a.json", config_map("a", "1")), ("b.json", config_map("b", "1"))]).await?;
+    let first =
+        it.repository.push(&[("a.json", config_map("a", "1")), ("b.json", config_map("b", "1"))]).await?;
     it.synced(0, &first).await?;
     let file = |path: &str, content: String| File { path: path.to_owned(), content: content.into() };
     let files = vec![file("a.json", config_map("a", "2")), file("c.json", config_map("c", "1"))];

@@ -119,7 +119,10 @@ repositories:
         assert_eq!((&*first.name, first.id), ("a/b", 7));
         assert_eq!(first.place, Place::Bare("/srv/b.git".into()));
         assert_eq!(first.default_branch.as_deref(), Some("main"));
-        assert_eq!((&second.place, &second.agents), (&Place::Folder("/srv/c".into()), &Some(Selector::all())));
+        assert_eq!(
+            (&second.place, &second.agents),
+            (&Place::Folder("/srv/c".into()), &Some(Selector::all()))
+        );
         assert_eq!(third.agents, None);
         let warnings: Vec<_> = loaded.warnings.iter().map(|warning| warning.path.as_str()).collect();
         assert_eq!(warnings, ["repositories[2].agents"]);

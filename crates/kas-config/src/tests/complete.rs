@@ -241,11 +241,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
     let paths: Vec<_> = loaded.warnings.iter().map(|w| w.path.as_str()).collect();
     assert_eq!(
         paths,
-        [
-            "observability.tracing.connection_string",
-            "observability.sentry",
-            "observability.google_profiler",
-        ]
+        ["observability.tracing.connection_string", "observability.sentry", "observability.google_profiler",]
     );
     for warning in &loaded.warnings {
         assert!(warning.text.starts_with("has no effect in this version: "), "{warning}");

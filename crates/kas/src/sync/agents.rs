@@ -103,7 +103,11 @@ impl HeldAgents {
         let parsed = match repository.file(&Revision::Head, &path, self.limit).await {
             // What is known stays.
             Err(error) => {
-                tracing::debug!(agent.id = agent.id.get(), error = error.to_string(), "kas.yaml cannot be read");
+                tracing::debug!(
+                    agent.id = agent.id.get(),
+                    error = error.to_string(),
+                    "kas.yaml cannot be read"
+                );
                 return;
             }
             Ok(file) => match file.content {

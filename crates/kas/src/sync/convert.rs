@@ -63,8 +63,7 @@ pub(super) fn diff_of(request: DiffRequest) -> Result<DiffOf, tonic::Status> {
         Some(Of::Live(true)) => Ok(DiffOf::Live),
         Some(Of::Files(files)) => {
             let files = files.files.into_iter();
-            let files =
-                files.map(|file| File { path: Arc::from(file.path.as_str()), content: file.content });
+            let files = files.map(|file| File { path: Arc::from(file.path.as_str()), content: file.content });
             Ok(DiffOf::Files(files.collect()))
         }
         _ => Err(tonic::Status::invalid_argument("one of ref, files and live is needed")),

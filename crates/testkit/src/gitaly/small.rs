@@ -18,7 +18,7 @@ use grpc::{Code, Status};
 use h2::{Reason, server};
 use http::{HeaderMap, HeaderValue, Response};
 use parking_lot::Mutex;
-use prost::Message as _;
+use prost::Message;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 use tokio::{
     io::{AsyncRead, AsyncWrite},

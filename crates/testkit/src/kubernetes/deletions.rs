@@ -97,8 +97,11 @@ fn micros(time: &str) -> Option<i128> {
 
 /// Returns the key of an object in an inventory.
 fn key(object: &ObjectRef, kind: &str) -> String {
-    let name =
-        if object.api_group == "rbac.authorization.k8s.io" { object.name.replace(':', "__") } else { object.name.clone() };
+    let name = if object.api_group == "rbac.authorization.k8s.io" {
+        object.name.replace(':', "__")
+    } else {
+        object.name.clone()
+    };
     format!("{}_{name}_{}_{kind}", object.namespace, object.api_group)
 }
 
@@ -129,10 +132,12 @@ pub fn check(log: &str, planner: &str, id: &str, heads: &[HeadSpan]) -> Deletion
         match event.verb.as_str() {
             "delete" if who.starts_with(planner) && !is_dry => {
                 result.deleted += 1;
-                let violation =
-                    judge(object, seen.get(object), reads.get(who), id, heads, *received).err();
+                let violation = judge(object, seen.get(object), reads.get(who), id, heads, *received).err();
                 result.violations.extend(violation.map(|why| {
-                    format!("{} {}/{} deleted by {who}: {why}", object.resource, object.namespace, object.name)
+                    format!(
+                        "{} {}/{} deleted by {who}: {why}",
+                        object.resource, object.namespace, object.name
+                    )
                 }));
             }
             "deletecollection" if who.starts_with(planner) && !is_dry => {
