@@ -125,13 +125,12 @@ async fn state(kasctl: &Kasctl) -> Result<Sync> {
 /// Looks at the project until `condition` holds.
 async fn until(kasctl: &Kasctl, what: &str, condition: impl Fn(&Project) -> bool) -> Result<(Sync, Instant)> {
     let deadline = Instant::now() + WITHIN;
-    let mut last = String::new();
     loop {
-        match state(kasctl).await {
+        let last = match state(kasctl).await {
             Ok(sync) if sync.projects.first().is_some_and(&condition) => return Ok((sync, Instant::now())),
-            Ok(sync) => last = format!("{sync:?}"),
-            Err(error) => last = format!("{error:#}"),
-        }
+            Ok(sync) => format!("{sync:?}"),
+            Err(error) => format!("{error:#}"),
+        };
         ensure!(Instant::now() < deadline, "{what} did not happen within {WITHIN:?}: {last}");
         sleep(LOOK).await;
     }

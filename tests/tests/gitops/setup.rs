@@ -263,15 +263,14 @@ pub(crate) async fn until(
     condition: impl Fn(&ProjectSync) -> bool,
 ) -> Result<ProjectSync> {
     let deadline = Instant::now() + SOON;
-    let mut last = String::new();
     loop {
-        match sync(mesh, replica).await {
+        let last = match sync(mesh, replica).await {
             Ok(answer) => match answer.projects.iter().find(|project| condition(project)) {
                 Some(project) => return Ok(project.clone()),
-                None => last = format!("{answer:?}"),
+                None => format!("{answer:?}"),
             },
-            Err(error) => last = format!("{error:#}"),
-        }
+            Err(error) => format!("{error:#}"),
+        };
         ensure!(Instant::now() < deadline, "not {what} within {SOON:?}: {last}");
         sleep(LOOK).await;
     }
