@@ -506,7 +506,7 @@ impl Task {
             objects = report.objects.len(),
             pruned,
             took_ms = u64::try_from(report.took.as_millis()).unwrap_or(u64::MAX),
-            message = text,
+            why = text,
             "sync of manifests ended"
         );
         text
