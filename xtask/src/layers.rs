@@ -42,7 +42,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // What a request to an API server is: usable alone, without I/O or our other crates.
     ("kube-request", &[]),
     // HTTP requests in such a tunnel: both ends, usable by either program.
-    ("http-tunnel", &["proto", "grpc", "tunnel", "kube-request"]),
+    ("http-tunnel", &["ids", "proto", "grpc", "tunnel", "kube-request"]),
     // Which replica holds which tunnel; used by kas only.
     ("cluster", &["ids"]),
     // The same through Redis.
@@ -76,6 +76,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "observe",
         ],
     ),
+    // From files of a repository to objects in a cluster: usable alone, without our other crates.
+    ("gitops", &[]),
+    // Requests of kas itself to the API server of an agent.
+    (
+        "cluster-call",
+        &["ids", "proto", "grpc", "tunnel", "http-tunnel", "kube-request", "gitops", "observe", "routing"],
+    ),
+    // Reads commits and files: usable alone, without our other crates.
+    ("repository", &[]),
+    // Keeps the clusters of agents as their repositories say. It knows neither tunnels nor GitLab.
+    ("planner", &["ids", "proto", "process", "cluster", "gitops", "repository"]),
     // The endpoint for kubectl: from an HTTP request to a request of the router.
     (
         "kubernetes-api",
@@ -124,6 +135,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "routing",
             "kube-request",
             "kubernetes-api",
+            "cluster-call",
+            "gitops",
+            "repository",
+            "planner",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -148,8 +163,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Generates the manual pages from the command lines of the programs; a separate package, so that no
     // program contains it.
     ("man", &["kas", "agentk", "kasctl"]),
-    // From files of a repository to objects in a cluster: usable alone, without our other crates.
-    ("gitops", &[]),
     // For fuzzing: every parser of peers' bytes, of whichever crate.
     (
         "fuzz-targets",

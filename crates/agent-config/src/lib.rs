@@ -6,6 +6,7 @@
 //!
 //! `report` tells GitLab the same configurations, so that it knows who may use the agents.
 
+pub mod kas_yaml;
 pub mod parse;
 mod report;
 mod source;
@@ -52,6 +53,8 @@ pub struct AgentConfigs {
 struct Watched {
     fingerprint: Option<Fingerprint>,
     current: Option<Current>,
+    /// The last good configuration.
+    good: Option<Arc<AgentConfiguration>>,
     streams: Vec<Weak<ConfigStream>>,
 }
 
@@ -126,6 +129,11 @@ impl AgentConfigs {
         }
         entry.streams.push(Arc::downgrade(&stream));
         stream
+    }
+
+    /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
+    pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
+        self.watched().get(&agent.name)?.good.clone()
     }
 
     /// Checks files now instead of at the next interval, because a notice says that they have changed.
@@ -220,6 +228,9 @@ impl AgentConfigs {
                     if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
                         reports.changed(stream.agent.id, name);
                     }
+                }
+                if let Current::Good { configuration, .. } = &current {
+                    entry.good = Some(Arc::new((**configuration).clone()));
                 }
                 entry.current = Some(current);
             }

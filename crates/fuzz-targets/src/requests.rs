@@ -86,8 +86,8 @@ fn read(bytes: &[u8], size: usize) {
 pub(crate) fn response(bytes: &[u8]) {
     let body = Full::new(Bytes::copy_from_slice(bytes));
     let read = read_response(body, 32 << 20).now_or_never().expect("all of the response is there");
-    if let Ok((_, content)) = read {
-        kas::pods::fuzz(&content);
+    if let Ok(response) = read {
+        kas::pods::fuzz(&response.body);
     }
     kas::pods::fuzz(bytes);
 }

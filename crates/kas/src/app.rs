@@ -58,11 +58,13 @@ use crate::{
     preflight,
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
+    sync::{self, HeldAgents, LocalSources, SyncService, TunnelClusters},
 };
 use kas_config::{self, Attempts, Config, Problems};
 use observe::Observer;
 use observe::audit::{self, AuditMetrics};
 use observe::refusals::Refusals;
+use planner::{PlannerMetrics, Planners};
 use routing::{
     metrics::RequestMetrics,
     rate_limit::RateLimit,
@@ -381,6 +383,7 @@ impl Kas {
         let kubernetes_metrics = Arc::new(kubernetes_api::Metrics::new(&mut registry));
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
+        let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -475,6 +478,34 @@ impl Kas {
                 Box::new(move |agent| Some(identity.agent(agent)?.project_id)),
             )
         };
+        let held = HeldAgents::new(
+            Arc::clone(&identity),
+            Arc::clone(&tunnels),
+            Arc::clone(&configs),
+            &config.agent.configuration,
+        );
+        let planners = Planners::new(planner::Parts {
+            me: replica.id.clone(),
+            tracker: Arc::clone(&tracker),
+            agents: Arc::clone(&held) as _,
+            sources: Arc::new(LocalSources::new(&config.repositories)),
+            clusters: Arc::new(TunnelClusters {
+                router: Arc::clone(&router),
+                observer: Arc::clone(&observer),
+                tunnels: config.agent.listen.max_tunnels_per_agent as usize,
+                me: replica.id.clone(),
+            }),
+            metrics: planner_metrics,
+            applier: sync::applier(&config.agent.gitops),
+            limits: sync::limits(&config.agent.gitops),
+            timing: planner::Timing::default(),
+        });
+        let sync = SyncService::new(
+            Arc::clone(&planners),
+            Arc::clone(&tracker),
+            replica.id.clone(),
+            mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+        );
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -499,12 +530,15 @@ impl Kas {
             lifecycle.watch(),
             Arc::clone(&observer),
             config.limits.attempts,
+            Arc::clone(&sync),
         );
         let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
         if let (Some(mesh), Some(listener), Some(private_api)) =
             (mesh, private_listener, config.tracker.private_api())
         {
-            let services = Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
+            let mut services =
+                Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
+            services.push(sync.for_replicas());
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),
@@ -523,6 +557,12 @@ impl Kas {
                 private_server(&config, private_api, listener, private_tls, service),
             ));
         }
+        parts.add(
+            Part::default()
+                .task(held.follow())
+                .task(Arc::clone(&planners).run())
+                .drain(move || planners.drain()),
+        );
         parts.add(
             Part::default()
                 .drain({
@@ -567,6 +607,7 @@ impl Kas {
                 phase: lifecycle.watch(),
                 endpoint,
                 callers: section.callers,
+                sync: Arc::clone(&sync),
             });
         }
         let registrar = Registrar::new(Arc::clone(&tracker), Arc::clone(&tunnels), Arc::clone(&identity));

@@ -14,3 +14,4 @@ pub mod pods;
 pub mod preflight;
 pub mod registrar;
 pub mod replicas;
+pub mod sync;

@@ -3,23 +3,19 @@
 //! kas requests only metadata from the API server, page by page, through the tunnel. So it works with every
 //! agent that serves `KubernetesApi`, and a large cluster costs no more than its names.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::fmt::Write as _;
 
-use bytes::Bytes;
+use cluster_call::{Call, Request, Response};
 use grpc::{Code, Deadline, Status};
-use http::{HeaderMap, HeaderValue};
-use http_tunnel::kas_end;
+use http::{HeaderValue, Method};
 use ids::{AgentId, ConnectionId};
+use kube_request::{Target, escape};
 use prost::Message as _;
-use proto::{
-    gitlab::agent::prototool::{self, Values},
-    kas::api::v1::{GetPodsResponse, Pod},
-};
+use proto::kas::api::v1::{GetPodsResponse, Pod};
 use serde::Deserialize;
-use tunnel::{features::Features, kas_end::Head};
 
 use observe::RequestRecord;
-use routing::router::{AgentRequest, ChosenAgentk, RouteTrace, Router};
+use routing::router::Router;
 
 /// Requests the metadata of a list, or whole objects from a server that cannot send only metadata.
 const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json";
@@ -150,6 +146,22 @@ pub async fn list(router: &Router, query: PodQuery, asked: Asked<'_>) -> Result<
     }
 }
 
+/// Returns path and query of a page.
+fn target(query: &PodQuery, token: &str, limit: usize) -> Result<Target, Status> {
+    let namespace = match query.namespace.as_str() {
+        "" => String::new(),
+        namespace => format!("/namespaces/{}", escape(namespace)),
+    };
+    let mut target = format!("/api/v1{namespace}/pods?limit={limit}");
+    for (key, value) in [("labelSelector", query.label_selector.as_str()), ("continue", token)] {
+        if !value.is_empty() {
+            // Writing to a text never fails.
+            let _ = write!(target, "&{key}={}", escape(value));
+        }
+    }
+    Target::parse(target).map_err(|error| Status::new(Code::InvalidArgument, error.to_string()))
+}
+
 async fn page(
     router: &Router,
     query: &PodQuery,
@@ -157,25 +169,20 @@ async fn page(
     limit: usize,
     asked: Asked<'_>,
 ) -> Result<List, PageError> {
-    let path = match query.namespace.as_str() {
-        "" => "/api/v1/pods".to_owned(),
-        namespace => format!("/api/v1/namespaces/{namespace}/pods"),
+    let call = Call {
+        agent: query.agent,
+        connection: query.connection,
+        impersonation: None,
+        correlation: asked.correlation,
+        deadline: asked.deadline,
+        wait_until: None,
+        record: asked.record,
+        max_body: MAX_CHUNK_BYTES,
     };
-    let one = |value: &str| Values { value: vec![value.to_owned()] };
-    let mut parameters: BTreeMap<String, Values> = [("limit".to_owned(), one(&limit.to_string()))].into();
-    if !query.label_selector.is_empty() {
-        parameters.insert("labelSelector".into(), one(&query.label_selector));
-    }
-    if !token.is_empty() {
-        parameters.insert("continue".into(), one(token));
-    }
-    let request = prototool::HttpRequest {
-        method: "GET".into(),
-        header: [("Accept".to_owned(), one(ACCEPT)), ("User-Agent".to_owned(), one("kas"))].into(),
-        url_path: path,
-        query: parameters,
-    };
-    let (status, body) = fetch(router, query.agent, query.connection, request, asked).await?;
+    let request = Request::new(Method::GET, target(query, token, limit)?)
+        .header("Accept", ACCEPT)
+        .header("User-Agent", "kas");
+    let Response { status, body, .. } = cluster_call::send(router, request, call).await?;
     let message = || {
         let api: Option<ApiStatus> = serde_json::from_slice(&body).ok();
         api.map_or_else(String::new, |api| api.message.chars().take(1024).collect())
@@ -195,41 +202,6 @@ async fn page(
         429 | 503 => Err(Status::new(Code::Unavailable, format!("the API server answered {status}: {}", message())).into()),
         _ => Err(Status::new(Code::Unknown, format!("the API server answered {status}: {}", message())).into()),
     }
-}
-
-/// Sends a request without a body to the agent's API server, and reads the complete response.
-async fn fetch(
-    router: &Router,
-    agent: AgentId,
-    connection: Option<ConnectionId>,
-    request: prototool::HttpRequest,
-    asked: Asked<'_>,
-) -> Result<(i32, Bytes), Status> {
-    let body = kas_end::request_without_body(request);
-    let mut headers = HeaderMap::new();
-    asked.record.outgoing(&mut headers);
-    let answer = router
-        .route(AgentRequest {
-            agent,
-            connection,
-            method: Arc::from(http_tunnel::METHOD),
-            headers,
-            correlation: asked.correlation.clone(),
-            deadline: asked.deadline,
-            wait_until: None,
-            body: grpc::full(body),
-            needs: Features::NONE,
-            is_long: false,
-            is_endless: false,
-            chosen: ChosenAgentk::default(),
-            trace: RouteTrace::default(),
-            record: asked.record.clone(),
-        })
-        .await?;
-    if let Head::Only(_, status) = answer.head {
-        return Err(if status.code() == Code::Ok { kas_end::incomplete() } else { status });
-    }
-    kas_end::read_response(answer.body, MAX_CHUNK_BYTES).await
 }
 
 /// Parses `bytes` as the body of a response of an API server. For a fuzz target.

@@ -7,9 +7,9 @@ use clap::{CommandFactory as _, Parser as _};
 use crate::{
     agents, api,
     cli::{Cli, Command, TokenCommand, TrackerCommand},
-    credential,
+    credential, diff,
     failure::{Exit, Failure},
-    kubeconfig, login,
+    gitops, kubeconfig, login,
     output::{Output, note},
     pods, probe, replicas, request, token, tracker, why,
 };
@@ -72,6 +72,20 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Why(args) => {
             api::with_client(global.settings(), async |client| why::run(client, output, &args, format).await)
                 .await
+        }
+        Command::Gitops(args) => {
+            api::with_client(global.settings(), async |client| {
+                gitops::run(client, output, args, format).await
+            })
+            .await
+        }
+        Command::Diff(args) => {
+            // Files are read before kas is called.
+            let files = args.path.as_deref().map(diff::read).transpose()?;
+            api::with_client(global.settings(), async |client| {
+                Box::pin(diff::run(client, output, args, files, format)).await
+            })
+            .await
         }
         Command::Request(args) => {
             // A missing file is reported before kas is called.

@@ -25,6 +25,7 @@ use crate::{
     address::Address,
     api::Settings,
     duration,
+    failure::Failure,
     link::TlsOptions,
     target::{self, Header, Target},
 };
@@ -222,6 +223,29 @@ Examples:
   kubectl get secret agent-token -o jsonpath='{.data.token}' | base64 -d |
       kasctl token hash -";
 
+const GITOPS_HELP: &str = "\
+Examples:
+  kasctl gitops 7                           the manifest projects of agent 7
+  kasctl gitops 7 group/manifests           one of them, with its objects
+  kasctl gitops 7 --watch                   print them again after each change
+  kasctl gitops sync 7 group/manifests      sync now, and print the outcome
+  kasctl gitops prune 7 group/manifests --yes
+  kasctl gitops 7 -o json | jq -e 'all(.projects[]; .phase == \"synced\")'
+
+PHASE is what is done at the moment, or the outcome of the last sync: synced, degraded (applied, but not \
+everything is current) or failed. OBJECTS are those that are current, and all. TO PRUNE are objects that the \
+project does not contain any more and that still exist.";
+const DIFF_HELP: &str = "\
+Examples:
+  kasctl diff 7 --project group/manifests --ref feature     what merging a branch would change
+  kasctl diff 7 --project group/manifests --path manifests  what the files of a folder would change
+  kasctl diff 7 --project group/manifests --live            what was changed in the cluster by hand
+  kasctl diff 7 --project group/manifests --ref main -o json
+
+The API server makes the diff by a dry run, so nothing is written. Of Secrets only the names of changed keys \
+are shown. Exit codes are those of kubectl diff: 0 without changes, 1 with changes, above that with errors.
+
+JSON is one line for each change: {\"action\", \"object\": {\"group\", \"kind\", \"namespace\", \"name\"}, \"file\", \"diff\", \"error\"}";
 const COMPLETIONS_HELP: &str = "\
 Examples:
   source <(kasctl completions bash)
@@ -298,6 +322,8 @@ impl Global {
 /// The output format of lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
+    // `diff` of `kasctl diff`, whose text is no table.
+    #[value(alias = "diff")]
     Table,
     Json,
 }
@@ -320,6 +346,12 @@ pub(crate) enum Command {
     /// Show which replica of kas holds an agent, and how a request is routed to it
     #[command(after_help = WHY_HELP)]
     Why(WhyArgs),
+    /// Show what the manifest projects of an agent are doing, or make one sync, prune or go
+    #[command(after_help = GITOPS_HELP)]
+    Gitops(GitopsArgs),
+    /// Show what a sync of a manifest project would change in the cluster
+    #[command(after_help = DIFF_HELP)]
+    Diff(DiffArgs),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
@@ -389,6 +421,99 @@ pub(crate) struct WhyArgs {
     /// Id of the agent
     #[arg(value_name = "AGENT")]
     pub(crate) agent: AgentId,
+}
+
+/// Arguments of `gitops`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct GitopsArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<GitopsCommand>,
+    #[command(flatten)]
+    pub(crate) list: GitopsListArgs,
+}
+
+/// Arguments of `gitops` without a command.
+#[derive(Debug, Args)]
+pub(crate) struct GitopsListArgs {
+    /// Id of the agent
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: Option<AgentId>,
+    /// Only this manifest project, with its objects
+    #[arg(value_name = "PROJECT")]
+    pub(crate) project: Option<String>,
+    /// Print it again after each change until Ctrl-C
+    #[arg(short, long)]
+    pub(crate) watch: bool,
+}
+
+/// Commands of `gitops`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum GitopsCommand {
+    /// Sync a manifest project now
+    Sync(GitopsTarget),
+    /// Delete now what a manifest project does not contain any more, although not everything is current
+    Prune(ConfirmedTarget),
+    /// Delete all objects of a manifest project that no configuration names, and then its inventory
+    Destroy {
+        #[command(flatten)]
+        confirmed: ConfirmedTarget,
+        /// The namespace of the inventory: default_namespace of the manifest project
+        #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
+        namespace: String,
+    },
+}
+
+/// A manifest project of an agent.
+#[derive(Debug, Args)]
+pub(crate) struct GitopsTarget {
+    /// Id of the agent
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: AgentId,
+    /// Name of the manifest project, as in the agent's configuration
+    #[arg(value_name = "PROJECT")]
+    pub(crate) project: String,
+}
+
+/// A manifest project of which something is deleted.
+#[derive(Debug, Args)]
+pub(crate) struct ConfirmedTarget {
+    #[command(flatten)]
+    target: GitopsTarget,
+    /// Delete without asking
+    #[arg(long)]
+    yes: bool,
+}
+
+impl ConfirmedTarget {
+    /// Returns the project.
+    ///
+    /// # Errors
+    /// `--yes` is not given.
+    pub(crate) fn confirmed(self) -> Result<GitopsTarget, Failure> {
+        if self.yes { Ok(self.target) } else { Err(Failure::Usage("this deletes objects: add --yes")) }
+    }
+}
+
+/// Arguments of `diff`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("of").required(true))]
+pub(crate) struct DiffArgs {
+    /// Id of the agent
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: AgentId,
+    /// Name of the manifest project, as in the agent's configuration
+    #[arg(long, value_name = "PROJECT")]
+    pub(crate) project: String,
+    /// A branch, a tag, a full name such as refs/merge-requests/7/head, or a commit
+    #[arg(long = "ref", value_name = "REF", group = "of")]
+    pub(crate) reference: Option<String>,
+    /// The manifests below this folder
+    #[arg(long, value_name = "DIR", group = "of", value_hint = ValueHint::DirPath)]
+    pub(crate) path: Option<PathBuf>,
+    /// The commit that was applied last: what was changed in the cluster since then
+    #[arg(long, group = "of")]
+    pub(crate) live: bool,
 }
 
 /// Arguments of `request`.

@@ -34,6 +34,6 @@ pub use self::{
     kind::Kind,
     query::Parameters,
     status::{Status, reason},
-    target::{InvalidTarget, Target},
+    target::{InvalidTarget, Target, escape},
     upgrade::Upgrade,
 };

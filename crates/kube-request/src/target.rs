@@ -1,10 +1,10 @@
 //! Path and query of a request.
 
-use std::{borrow::Cow, collections::BTreeMap};
+use std::{borrow::Cow, collections::BTreeMap, fmt};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
-use percent_encoding::percent_decode;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
 
 use crate::query::{self, MAX_PARAMETERS, Parameters};
 
@@ -156,6 +156,15 @@ impl Target {
         }
         values
     }
+}
+
+/// Characters that stay as they are in a part of a path and in a value of a query.
+const UNRESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+
+/// Returns a text as a part of a path, or as a value of a query: everything except letters, digits, `-`, `.`,
+/// `_` and `~` is percent-encoded.
+pub fn escape(text: &str) -> impl fmt::Display {
+    utf8_percent_encode(text, UNRESERVED)
 }
 
 impl TryFrom<&PathAndQuery> for Target {

@@ -3,10 +3,10 @@
 use bytes::{BufMut as _, BytesMut};
 use callers::Impersonation;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use http_tunnel::kas_end::impersonation_extra;
 use kube_request::{RequestInfo, Target, Upgrade, headers::canonical};
 use observe::audit::Rule;
 use prost::Message as _;
-use proto::gitlab::agent::kubernetes_api::rpc::{ExtraKeyVal, HeaderExtra, ImpersonationConfig};
 use tunnel::{
     features::Features,
     frame,
@@ -94,7 +94,7 @@ impl RequestHead {
         let head = Self {
             request,
             context,
-            extra: impersonation.map(extra),
+            extra: impersonation.map(|user| impersonation_extra(user).encode_to_vec()),
             // No body can be that long.
             content_length: content_length.map_or(-1, |length| i64::try_from(length).unwrap_or(i64::MAX)),
             target,
@@ -184,22 +184,6 @@ fn put_header(name: &HeaderName, headers: &HeaderMap, out: &mut BytesMut) {
 
 fn put_text(name: &HeaderName, value: &str, out: &mut BytesMut) {
     put_entry(request::HEADER, &canonical(name.as_str()), || std::iter::once(value.as_bytes()), out);
-}
-
-/// Returns the field by which agentk impersonates.
-fn extra(impersonation: &Impersonation) -> Vec<u8> {
-    let Impersonation { username, groups, uid, extra } = impersonation;
-    let config = ImpersonationConfig {
-        username: username.clone(),
-        groups: groups.clone(),
-        uid: uid.clone().unwrap_or_default(),
-        extra: extra.iter().map(|(key, val)| ExtraKeyVal { key: key.clone(), val: val.clone() }).collect(),
-    };
-    prost_types::Any {
-        type_url: http_tunnel::HEADER_EXTRA.to_owned(),
-        value: HeaderExtra { imp_config: Some(config) }.encode_to_vec(),
-    }
-    .encode_to_vec()
 }
 
 #[cfg(test)]

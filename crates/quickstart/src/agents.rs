@@ -80,7 +80,7 @@ pub(super) async fn start_demo(
     }
 }
 
-fn token_file(dir: &Path, id: &str) -> PathBuf {
+pub(super) fn token_file(dir: &Path, id: &str) -> PathBuf {
     dir.join(format!("agent-{id}.token"))
 }
 

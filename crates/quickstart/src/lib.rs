@@ -6,6 +6,7 @@
 mod agents;
 mod balancer;
 mod deployment;
+mod gitops;
 mod kasctl;
 mod kubectl;
 mod outage;
@@ -31,6 +32,7 @@ Examples:
   cargo xtask quickstart --kubeconfig ~/.kube/config   with the cluster of a kubeconfig
   cargo xtask quickstart --once                        exit afterwards; fails if a check failed
   cargo xtask quickstart --tracker redis               with a shared Redis instead of gossip
+  cargo xtask quickstart --gitops                      from a commit to an object in a real API server
 
 Starts three replicas of kas and four agentk processes, kills one replica while requests run, and prints how \
 long each part took to recover. Runs kubectl through kas if it is in PATH; with --kubeconfig, also kubectl exec (of \
@@ -50,6 +52,10 @@ pub struct QuickstartArgs {
     /// How a replica learns which other replicas hold an agent
     #[arg(long, value_enum, default_value_t = Tracker::Gossip)]
     tracker: Tracker,
+    /// Show GitOps instead: a commit in a bare repository becomes an object in the cluster of an agent; with a
+    /// real kube-apiserver from KUBEBUILDER_ASSETS, or built by Go
+    #[arg(long, conflicts_with = "kubeconfig")]
+    gitops: bool,
     /// Build with optimizations: the build takes longer, and the programs are as fast as a release
     #[arg(long)]
     release: bool,
@@ -117,7 +123,12 @@ pub fn run(args: QuickstartArgs) -> Result<ExitCode> {
         let mut signals = Signals::new()?;
         let mut processes = Processes::default();
         let shown = {
-            let mut show = pin!(steps::show(&args, &mut processes));
+            let mut show = pin!(async {
+                match args.gitops {
+                    true => Box::pin(gitops::show(&args, &mut processes)).await,
+                    false => steps::show(&args, &mut processes).await,
+                }
+            });
             tokio::select! {
                 shown = &mut show => shown.map(Some),
                 () = signals.next() => Ok(None),

@@ -28,6 +28,11 @@ use super::{
 /// How often a start with new ports is attempted: another process may take a port before kas does.
 const PORT_ATTEMPTS: usize = 5;
 
+/// The name of the repository of manifests.
+pub(super) const MANIFESTS: &str = "demo/manifests";
+/// Its number, which is in the name of the inventory.
+const MANIFESTS_ID: u32 = 42;
+
 /// Names of the replicas in the output.
 pub(super) const NAMES: [&str; 3] = ["kas 1", "kas 2", "kas 3"];
 
@@ -81,16 +86,24 @@ pub(super) struct ReplicaSetup {
     program: PathBuf,
     dir: PathBuf,
     pub(super) tracker: Tracker,
+    /// The repository of manifests; `None`: there is none.
+    manifests: Option<PathBuf>,
 }
 
 impl ReplicaSetup {
     /// Creates the secrets. `dir` is the folder that will contain `agents.yaml`.
     pub(super) fn make(program: &Path, dir: &Path, tracker: Tracker) -> Result<Self> {
-        let shared = Self { program: program.to_owned(), dir: dir.to_owned(), tracker };
+        let shared = Self { program: program.to_owned(), dir: dir.to_owned(), tracker, manifests: None };
         for path in [shared.api_secret(), shared.private_secret()] {
             make_secret(&path).with_context(|| format!("cannot create the secret {}", path.display()))?;
         }
         Ok(shared)
+    }
+
+    /// Lets the replicas read the configuration of agents from the folder `config`, and manifests from this
+    /// bare repository.
+    pub(super) fn with_manifests(self, repository: &Path) -> Self {
+        Self { manifests: Some(repository.to_owned()), ..self }
     }
 
     pub(super) fn api_secret(&self) -> PathBuf {
@@ -116,9 +129,19 @@ impl ReplicaSetup {
                 )
             }
         };
+        let (configuration, repositories) = match &self.manifests {
+            None => (String::new(), String::new()),
+            Some(repository) => (
+                format!("configuration:\n    folder: {}\n  ", path(&self.dir.join("config"))?),
+                format!(
+                    "repositories:\n- {{name: {MANIFESTS}, id: {MANIFESTS_ID}, path: {}, agents: all}}\n",
+                    path(repository)?
+                ),
+            ),
+        };
         Ok(format!(
-            "tracker: {tracker}\n\
-             agent:\n  listen:\n    address: 127.0.0.1:{agent}\n  \
+            "tracker: {tracker}\n{repositories}\
+             agent:\n  {configuration}listen:\n    address: 127.0.0.1:{agent}\n  \
              kubernetes_api:\n    listen:\n      address: 127.0.0.1:{kubernetes}\n      \
              certificate_file: {certificate}\n      key_file: {key}\n    users:\n      file: {users}\n    \
              access:\n    - {{agents: all, users: [\"kas:{USER}\"], as: agent}}\n\

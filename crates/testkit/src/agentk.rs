@@ -115,6 +115,15 @@ impl Agentk {
         Self::start_process(None, url, token, &arguments, env).await
     }
 
+    /// Starts one that dials these addresses of kas, separated by commas, with further arguments that name its
+    /// cluster.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_at_urls(urls: &str, token: &str, cluster: &[&str]) -> Result<Self> {
+        Self::start_at(None, urls, token, cluster).await
+    }
+
     async fn start_at(namespace: Option<&Path>, kas: &str, token: &str, further: &[&str]) -> Result<Self> {
         Self::start_process(namespace, kas, token, further, &[]).await
     }

@@ -13,6 +13,7 @@
 
 mod build;
 mod client;
+pub mod deletions;
 mod exclusive;
 mod keys;
 mod node;
@@ -57,6 +58,13 @@ const REQUEST_WITHIN: Duration = Duration::from_secs(60);
 /// How long to wait between two looks at something that is not there yet.
 const POLL: Duration = Duration::from_millis(50);
 
+/// The rules of the audit log, and the log, in the folder of the servers. Without rules there is no log.
+const AUDIT_POLICY: &str = "audit-policy.yaml";
+const AUDIT_LOG: &str = "audit.log";
+/// Everything, once it is complete.
+const AUDIT_RULES: &str = "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules:\n\
+                           - level: RequestResponse\n  omitManagedFields: true\n";
+
 /// How many lines of a server's output an error repeats.
 const OUTPUT_LINES: usize = 25;
 
@@ -92,10 +100,27 @@ impl Kubernetes {
     ///
     /// When a server ends or does not become ready in time: with the last lines of its output.
     pub async fn start() -> Result<Self> {
+        Self::start_with(false).await
+    }
+
+    /// Like [`start`](Self::start), and the API server writes every request and response to its
+    /// [audit log](Self::audit_log).
+    ///
+    /// # Errors
+    ///
+    /// As of [`start`](Self::start).
+    pub async fn start_audited() -> Result<Self> {
+        Self::start_with(true).await
+    }
+
+    async fn start_with(is_audited: bool) -> Result<Self> {
         let binaries = tokio::task::spawn_blocking(binaries).await.context("the build panicked")??;
         let dir =
             TempDir::with_prefix("kas-kubernetes-").context("could not create a folder for the servers")?;
         let keys = Keys::create(dir.path())?;
+        if is_audited {
+            fs::write(dir.path().join(AUDIT_POLICY), AUDIT_RULES).context("could not write a policy")?;
+        }
 
         let (etcd, etcd_port) =
             start_on_free_port("etcd", |port| start_etcd(&binaries, dir.path(), port)).await?;
@@ -169,6 +194,11 @@ impl Kubernetes {
     /// Returns the file that gets the API server's output, across restarts.
     pub fn api_server_log(&self) -> PathBuf {
         log_file(self.dir.path(), "kube-apiserver")
+    }
+
+    /// Returns the file that gets the audit log, one event a line, across restarts.
+    pub fn audit_log(&self) -> PathBuf {
+        self.dir.path().join(AUDIT_LOG)
     }
 
     /// Runs the real `kubectl` as administrator and returns what it wrote to standard output.

@@ -21,6 +21,8 @@ enum Command {
         #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
         listen: SocketAddr,
     },
+    /// Run a real Kubernetes API server until standard input ends, and print the path of a kubeconfig
+    Kubernetes,
     /// Write a certificate for 127.0.0.1, its key and its CA into a folder: cert.pem, key.pem, ca.pem
     Certificates {
         /// The folder, which must exist
@@ -38,6 +40,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::DemoApi { listen } => demo_api(listen),
+        Command::Kubernetes => kubernetes_server(),
         Command::Certificates { folder } => certificates(&folder),
         Command::KubernetesBinaries => kubernetes_binaries(),
         Command::Gitaly => gitaly(),
@@ -51,6 +54,19 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints the path of the kubeconfig of an administrator, as the only line on standard output, once the server
+/// is ready.
+fn kubernetes_server() -> Result<()> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let kubernetes = runtime.block_on(kubernetes::Kubernetes::start())?;
+    let mut stdout = io::stdout();
+    writeln!(stdout, "{}", kubernetes.admin_kubeconfig().display())?;
+    stdout.flush()?;
+    // The quickstart has the other end. When it has exited for any reason, the server is no longer needed.
+    io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
 }
 
 fn certificates(folder: &Path) -> Result<()> {

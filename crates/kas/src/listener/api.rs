@@ -33,10 +33,11 @@ use routing::{
 };
 
 use super::{failed, not_grpc, too_large};
+use crate::sync::SyncService;
 
 mod services;
 
-pub(crate) use services::{connected, explain};
+pub(crate) use services::{connected, explain, timestamp};
 
 /// The largest message of a caller that uses compression, in bytes. It is held in memory while decompressed.
 const MAX_INFLATED: usize = 4 << 20;
@@ -73,8 +74,9 @@ impl ApiListener {
         phase: tokio::sync::watch::Receiver<process::lifecycle::Phase>,
         observer: Arc<Observer>,
         attempts: Attempts,
+        sync: Arc<SyncService>,
     ) -> Arc<Self> {
-        let services = services::Services::new(Arc::clone(&router), tracker, configs, phase);
+        let services = services::Services::new(Arc::clone(&router), tracker, configs, phase, sync);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 

@@ -19,7 +19,10 @@ use tokio::{
 };
 
 use super::shown::{Agents, Asked, ConnectionShown, Events, Long, Overview, Own, Why};
-use crate::listener::api::{connected, explain};
+use crate::{
+    listener::api::{connected, explain},
+    sync::SyncService,
+};
 use routing::{metrics::RequestMetrics, router::Router};
 
 /// How often the numbers are sent.
@@ -50,6 +53,8 @@ pub struct Source {
     pub endpoint: Option<Arc<KubernetesApi>>,
     /// Whether viewers may see the names of its callers.
     pub callers: bool,
+    /// The manifest projects that this replica plans for.
+    pub sync: Arc<SyncService>,
 }
 
 impl std::fmt::Debug for Source {
@@ -215,6 +220,7 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
             tunnels: source.router.tunnels(),
             load: source.metrics.load(),
             draining: *source.phase.borrow() != Phase::Serving,
+            projects: source.sync.totals(),
         };
         let overview = Overview::new(process::clock::wall(), &known, &own, &asked);
         let overview = event("overview", &overview);

@@ -191,6 +191,12 @@ function showOverview() {
     ["Requests open", known(sum((replica) => replica.open))],
     ["Requests waiting", known(sum((replica) => replica.waiting))],
   ];
+  const manifests = state.overview.manifests;
+  if (manifests) {
+    const wrong = [["failed", manifests.failed], ["degraded", manifests.degraded], ["wait to be pruned", manifests.to_prune]];
+    const told = wrong.filter(([, count]) => count).map(([what, count]) => `${count} ${what}`);
+    totals.push(["Manifest projects here", [known(manifests.projects), ...told].join(", ")]);
+  }
   show($("totals"), ...totals.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   showMap(replicas);
   show($("replicas"), ...replicas.map(card));

@@ -29,6 +29,17 @@ pub(super) struct Overview<'a> {
     /// This replica first.
     replicas: Vec<ReplicaShown<'a>>,
     alarms: &'a [String],
+    /// The manifest projects that this replica plans for; `null`: none.
+    manifests: Option<ManifestsShown>,
+}
+
+#[derive(Serialize)]
+struct ManifestsShown {
+    projects: usize,
+    degraded: usize,
+    failed: usize,
+    /// Those with objects that wait to be pruned.
+    to_prune: usize,
 }
 
 /// Event `events`: changes in the health of replicas, the oldest first.
@@ -72,6 +83,9 @@ pub(super) struct Own {
     pub(super) tunnels: u64,
     pub(super) load: Load,
     pub(super) draining: bool,
+    /// Manifest projects that it plans for: all, degraded, failed, and those with objects that wait to be
+    /// pruned.
+    pub(super) projects: [usize; 4],
 }
 
 /// The reports of the other replicas.
@@ -124,6 +138,10 @@ impl<'a> Overview<'a> {
             draining: own.draining,
             replicas: known.replicas.iter().map(replica).collect(),
             alarms: &known.alarms,
+            manifests: {
+                let [projects, degraded, failed, to_prune] = own.projects;
+                (projects > 0).then_some(ManifestsShown { projects, degraded, failed, to_prune })
+            },
         }
     }
 }

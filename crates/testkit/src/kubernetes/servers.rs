@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{POLL, READY_WITHIN, build::Binaries, client::Client, last_lines};
+use super::{AUDIT_LOG, AUDIT_POLICY, POLL, READY_WITHIN, build::Binaries, client::Client, last_lines};
 use crate::process::{find, spawn_from_lasting_thread};
 
 /// How many free ports are tried. Another process can take a port between the moment it was found free and
@@ -116,7 +116,7 @@ pub(super) async fn start_api_server(
     etcd_port: u16,
     client: &Client,
 ) -> Result<Process, NotStarted> {
-    let arguments: Vec<OsString> = [
+    let mut arguments: Vec<OsString> = [
         ("etcd-servers", format!("http://127.0.0.1:{etcd_port}").into()),
         ("bind-address", "127.0.0.1".into()),
         ("secure-port", port.to_string().into()),
@@ -153,6 +153,18 @@ pub(super) async fn start_api_server(
         argument
     })
     .collect();
+
+    let policy = dir.join(AUDIT_POLICY);
+    if policy.exists() {
+        for (name, value) in
+            [("audit-policy-file", policy.into_os_string()), ("audit-log-path", dir.join(AUDIT_LOG).into())]
+        {
+            let mut argument = OsString::from(format!("--{name}="));
+            argument.push(value);
+            arguments.push(argument);
+        }
+        arguments.push("--audit-log-mode=blocking".into());
+    }
 
     let mut process = Process::spawn("kube-apiserver", dir, &binaries.kube_apiserver, &arguments).await?;
     process.wait_until(Ready::ApiServer(client)).await?;

@@ -32,8 +32,9 @@ use proto::{
     },
     kas::api::v1::{
         AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
-        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
-        ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
+        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
+        ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
+        GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
         ListReplicasRequest, ListReplicasResponse, TrackerStatusRequest, TrackerStatusResponse,
         UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
@@ -48,6 +49,7 @@ use super::Correlation;
 use crate::{
     pods::{self, Asked, PodQuery},
     registrar,
+    sync::{MAX_QUESTION, SyncService},
 };
 use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
@@ -68,8 +70,9 @@ impl Services {
         tracker: Arc<dyn Tracker>,
         configs: Arc<AgentConfigs>,
         phase: watch::Receiver<Phase>,
+        sync: Arc<SyncService>,
     ) -> Self {
-        let api = Api { router, tracker, configs, phase: phase.clone() };
+        let api = Api { router, tracker, configs, phase: phase.clone(), sync };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -84,7 +87,8 @@ impl Services {
                 .with_service_name("grpc.health.v1.Health")
         };
         let mut services = vec![
-            local_service(KasApiServer::new(api.clone())),
+            // A diff of files has more bytes than other requests.
+            local_service(KasApiServer::new(api.clone()).max_decoding_message_size(MAX_QUESTION)),
             local_service(AgentTrackerServer::new(api.clone())),
             local_service(ServerInfoServer::new(api.clone())),
             local_service(NotificationsServer::new(api)),
@@ -119,6 +123,7 @@ pub(super) struct Api {
     pub(super) tracker: Arc<dyn Tracker>,
     pub(super) configs: Arc<AgentConfigs>,
     phase: watch::Receiver<Phase>,
+    sync: Arc<SyncService>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -148,7 +153,7 @@ fn agent_id(id: i64, field: &str) -> Result<AgentId, tonic::Status> {
     AgentId::new(id).map_err(|error| invalid(format!("{field}: {error}, got {id}")))
 }
 
-pub(super) fn timestamp(since_epoch: Duration) -> Timestamp {
+pub(crate) fn timestamp(since_epoch: Duration) -> Timestamp {
     Timestamp {
         seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
         nanos: i32::try_from(since_epoch.subsec_nanos()).unwrap_or(0),
@@ -528,6 +533,48 @@ impl KasApi for Api {
             let event = watch.next().await?;
             Some((event, watch))
         }))))
+    }
+
+    async fn get_sync(
+        &self,
+        request: tonic::Request<GetSyncRequest>,
+    ) -> Result<tonic::Response<GetSyncResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.sync.get(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    type WatchSyncStream = Pin<Box<dyn Stream<Item = Result<GetSyncResponse, tonic::Status>> + Send>>;
+
+    async fn watch_sync(
+        &self,
+        request: tonic::Request<GetSyncRequest>,
+    ) -> Result<tonic::Response<Self::WatchSyncStream>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        let watched = self.sync.watch(request.into_inner(), self.phase.clone())?;
+        Ok(tonic::Response::new(watched))
+    }
+
+    async fn control_sync(
+        &self,
+        request: tonic::Request<ControlSyncRequest>,
+    ) -> Result<tonic::Response<ControlSyncResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.sync.control(request.into_inner()).await.map(tonic::Response::new)
+    }
+
+    async fn diff(
+        &self,
+        request: tonic::Request<DiffRequest>,
+    ) -> Result<tonic::Response<DiffResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.sync.diff(request.into_inner()).await.map(tonic::Response::new)
+    }
+}
+
+/// Records the agent that a request is about.
+fn record_agent<T>(request: &tonic::Request<T>, agent: i64) {
+    if let (Some(record), Ok(agent)) = (request.extensions().get::<RequestRecord>(), AgentId::new(agent)) {
+        record.target(agent, None);
     }
 }
 

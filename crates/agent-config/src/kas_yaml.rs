@@ -1,0 +1,164 @@
+//! Parses `kas.yaml` of an agent, a file beside its `config.yaml` that GitLab does not read.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use ids::Impersonation;
+use serde_json::Value;
+use settings::walk::{self, Rule, Section, Unknown};
+
+/// The time between two checks for drift.
+const CHECK: Duration = Duration::from_secs(300);
+/// The shortest and the longest time between two checks.
+const CHECKS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(24 * 3_600));
+/// The most namespaces, environments or projects.
+const MOST: usize = 1_000;
+
+/// A parsed file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KasYaml {
+    /// The environments that the agent stands for, such as `production` or `review/*`.
+    pub environments: Vec<String>,
+    /// The only namespaces that kas writes to; `None`: the whole cluster.
+    pub namespaces: Option<BTreeSet<String>>,
+    /// The time between two checks for drift.
+    pub check: Duration,
+    /// As whom manifest projects are applied, by their names: service accounts.
+    pub identities: BTreeMap<String, Impersonation>,
+}
+
+impl Default for KasYaml {
+    fn default() -> Self {
+        Self { environments: Vec::new(), namespaces: None, check: CHECK, identities: BTreeMap::new() }
+    }
+}
+
+/// Parses a file; an empty one is valid.
+///
+/// # Errors
+/// A text for the author: where something is wrong, and what would be right.
+pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
+    let text = std::str::from_utf8(file).map_err(|_| "the file is not UTF-8".to_owned())?;
+    let size = settings::yaml::Size::Small;
+    let mut root = settings::yaml::parse(text, size).map_err(|problem| problem.to_string())?;
+    // The names of projects are keys, so they are read without the walk.
+    let projects = root.get_mut("gitops").and_then(Value::as_object_mut).and_then(|it| it.remove("projects"));
+    let (mut parsed, report) = walk::walk(&root, Unknown::Fails, read);
+    if let Some(problem) = report.problems.first() {
+        return Err(problem.to_string());
+    }
+    parsed.identities = identities(projects)?;
+    for (key, count) in [
+        ("environments", parsed.environments.len()),
+        ("namespaces", parsed.namespaces.as_ref().map_or(0, BTreeSet::len)),
+        ("gitops.projects", parsed.identities.len()),
+    ] {
+        if count > MOST {
+            return Err(format!("{key} has {count} items; at most {MOST} are read"));
+        }
+    }
+    Ok(parsed)
+}
+
+fn read(root: &mut Section<'_, '_>) -> KasYaml {
+    let environments = root.texts("environments", &[], "");
+    let is_bound = root.has("namespaces");
+    let namespaces: BTreeSet<String> = root.texts("namespaces", &[], "").into_iter().collect();
+    if let Some(wrong) = namespaces.iter().find(|name| !is_name(name)) {
+        root.refuse_as("namespaces", format!("{wrong:?}"), "names of namespaces");
+    }
+    if is_bound && namespaces.is_empty() && !root.is_refused("namespaces") {
+        root.refuse("namespaces", "at least one namespace, or no such key for the whole cluster");
+    }
+    let check =
+        root.section("gitops", "", |s| s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), ""));
+    KasYaml { environments, namespaces: is_bound.then_some(namespaces), check, identities: BTreeMap::new() }
+}
+
+fn identities(projects: Option<Value>) -> Result<BTreeMap<String, Impersonation>, String> {
+    const EXPECTED: &str = "expected a mapping such as {group/project: {as: system:serviceaccount:ns:name}}";
+    let projects = match projects {
+        None | Some(Value::Null) => return Ok(BTreeMap::new()),
+        Some(Value::Object(projects)) => projects,
+        Some(_) => return Err(format!("gitops.projects: {EXPECTED}")),
+    };
+    let mut identities = BTreeMap::new();
+    for (name, value) in projects {
+        let place = format!("gitops.projects.{name}");
+        let Value::Object(keys) = value else { return Err(format!("{place}: {EXPECTED}")) };
+        for (key, value) in keys {
+            if key != "as" {
+                return Err(format!("{place}.{key}: unknown key; {EXPECTED}"));
+            }
+            let wrong = || format!("{place}.as: expected a service account, system:serviceaccount:ns:name");
+            let user = value.as_str().ok_or_else(wrong)?;
+            let identity = Impersonation { username: user.to_owned(), ..Impersonation::default() };
+            if !user.starts_with("system:serviceaccount:") || identity.check(true).is_err() {
+                return Err(wrong());
+            }
+            identities.insert(name.clone(), identity);
+        }
+    }
+    Ok(identities)
+}
+
+/// Whether a text can be the name of a namespace.
+fn is_name(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let is_inner = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || *byte == b'-';
+    (1..=63).contains(&bytes.len())
+        && bytes.iter().all(is_inner)
+        && bytes.first() != Some(&b'-')
+        && bytes.last() != Some(&b'-')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_file_has_the_defaults() {
+        assert_eq!(parse(b""), Ok(KasYaml::default()));
+        assert_eq!(parse(b"# nothing\n"), Ok(KasYaml::default()));
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let file = "
+environments: [production, review/*]
+namespaces: [a, b]
+gitops:
+  check: 1m
+  projects:
+    group/x.y: {as: system:serviceaccount:ns:deployer}
+";
+        let parsed = parse(file.as_bytes()).unwrap();
+        assert_eq!(parsed.environments, ["production", "review/*"]);
+        assert_eq!(parsed.namespaces, Some(["a", "b"].map(str::to_owned).into()));
+        assert_eq!(parsed.check, Duration::from_secs(60));
+        assert_eq!(parsed.identities["group/x.y"].username, "system:serviceaccount:ns:deployer");
+    }
+
+    #[test]
+    fn a_wrong_file_is_refused_with_its_place() {
+        for (file, place) in [
+            ("environment: [a]", "environment"),
+            ("namespaces: []", "namespaces"),
+            ("namespaces: [A]", "namespaces"),
+            ("gitops: {check: 1ms}", "gitops.check"),
+            ("gitops: {chek: 1m}", "gitops.chek"),
+            ("gitops: {projects: [a]}", "gitops.projects"),
+            ("gitops: {projects: {a: {as: jane}}}", "gitops.projects.a.as"),
+            ("gitops: {projects: {a: {as: 'system:serviceaccount:ns'}}}", "gitops.projects.a.as"),
+            ("gitops: {projects: {a: {like: b}}}", "gitops.projects.a.like"),
+            ("[1]", ""),
+            ("a: [", ""),
+        ] {
+            let error = parse(file.as_bytes()).unwrap_err();
+            assert!(error.contains(place), "{file}: {error}");
+        }
+        assert!(parse(b"\xff").is_err());
+    }
+}

@@ -1,0 +1,233 @@
+//! What a sync would change, and the removal of a project that no configuration names.
+
+use std::{sync::Arc, time::Duration};
+
+use gitops::{Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Stop, Unresolved, decode::File};
+use ids::AgentId;
+use repository::Revision;
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::{Instant, timeout},
+};
+
+use crate::{
+    manifests::LoadError,
+    planners::{ControlError, Planners},
+    source::SourceError,
+    task::message,
+};
+
+/// Diffs of an agent at once.
+const AT_ONCE: usize = 2;
+/// Diffs of an agent in [`WINDOW`].
+const MOST: usize = 10;
+/// See [`MOST`].
+const WINDOW: Duration = Duration::from_secs(60);
+/// How long a diff may take.
+const WITHIN: Duration = Duration::from_secs(120);
+
+/// What is compared with the cluster.
+#[derive(Clone, Debug)]
+pub enum DiffOf {
+    /// A branch, a tag, a full name of a ref or a commit.
+    Ref(String),
+    /// The commit that was applied last.
+    Live,
+    /// These files.
+    Files(Vec<File>),
+}
+
+/// Limits the diffs of an agent.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    at: Vec<Instant>,
+    open: Arc<Semaphore>,
+}
+
+/// A diff that runs.
+#[derive(Debug)]
+pub(crate) struct Permit(#[expect(dead_code, reason = "freed when it is dropped")] OwnedSemaphorePermit);
+
+impl Default for Asked {
+    fn default() -> Self {
+        Self { at: Vec::new(), open: Arc::new(Semaphore::new(AT_ONCE)) }
+    }
+}
+
+impl Asked {
+    pub(crate) fn admit(&mut self, now: Instant) -> Result<Permit, String> {
+        self.at.retain(|at| now.saturating_duration_since(*at) < WINDOW);
+        if self.at.len() >= MOST {
+            return Err(format!("{MOST} diffs a minute are made for an agent: try again later"));
+        }
+        let permit = Arc::clone(&self.open).try_acquire_owned();
+        let permit =
+            permit.map_err(|_| format!("{AT_ONCE} diffs run for the agent already: try again later"))?;
+        self.at.push(now);
+        Ok(Permit(permit))
+    }
+}
+
+/// Reads a name of a revision as people write it: a full name, the digits of a commit, a branch, or a tag.
+fn revisions(name: &str) -> Result<Vec<Revision>, String> {
+    if name.starts_with("refs/") {
+        return Ok(vec![Revision::full(name).map_err(|error| error.to_string())?]);
+    }
+    if let Ok(commit) = Revision::commit(name) {
+        return Ok(vec![commit]);
+    }
+    let branch = Revision::branch(name).map_err(|error| error.to_string())?;
+    let tag = Revision::tag(name).map_err(|error| error.to_string())?;
+    Ok(vec![branch, tag])
+}
+
+impl Planners {
+    /// Returns what a sync of a project would change. Nothing is written.
+    ///
+    /// # Errors
+    /// See [`ControlError`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn diff(&self, agent: AgentId, project: &str, of: DiffOf) -> Result<Diff, ControlError> {
+        let _permit = self.admit(agent)?;
+        let making = self.make_diff(agent, project, of);
+        timeout(WITHIN, making)
+            .await
+            .unwrap_or_else(|_| Err(ControlError::Failed(format!("no diff within {WITHIN:?}"))))
+    }
+
+    async fn make_diff(&self, agent: AgentId, project: &str, of: DiffOf) -> Result<Diff, ControlError> {
+        let (spec, budget) = self.spec(agent, project)?;
+        let context = &self.context;
+        let opened = spec.open(context, &budget).await.map_err(ControlError::Failed)?;
+        let repository = &opened.source.repository;
+        let loaded = match of {
+            DiffOf::Files(files) => context.loader.decode("files", files, &context.limits).await,
+            DiffOf::Ref(_) | DiffOf::Live => {
+                let names = match of {
+                    DiffOf::Ref(name) => revisions(&name).map_err(ControlError::Wrong)?,
+                    _ => {
+                        let applied = self.status(agent, project).and_then(|status| status.applied);
+                        let applied = applied.ok_or_else(|| {
+                            ControlError::Wrong("no commit was applied completely yet".to_owned())
+                        })?;
+                        vec![Revision::commit(&applied).map_err(|e| ControlError::Failed(e.to_string()))?]
+                    }
+                };
+                let mut commit = None;
+                for revision in &names {
+                    let resolved = repository.resolve(revision).await;
+                    commit = resolved.map_err(|error| {
+                        ControlError::Failed(format!("repository cannot be read: {error}"))
+                    })?;
+                    if commit.is_some() {
+                        break;
+                    }
+                }
+                let commit = commit.ok_or_else(|| {
+                    ControlError::Wrong("the repository has no such branch, tag, ref or commit".to_owned())
+                })?;
+                let (globs, limits) = (&opened.entry.globs, &context.limits);
+                context.loader.load(&opened.name, &**repository, &commit, globs, limits).await
+            }
+        };
+        let loaded = loaded.map_err(|error| match error {
+            LoadError::Flawed(text) => ControlError::Wrong(text),
+            LoadError::Gone => ControlError::Wrong("the commit does not exist any more".to_owned()),
+            LoadError::Unavailable(text) => ControlError::Failed(text),
+        })?;
+        let options = DiffOptions { prune: opened.entry.project.prune, timeout: WITHIN };
+        let diff = opened.engine.diff(&opened.entry.project, &loaded.set, &options).await;
+        diff.map_err(|error| match error {
+            DiffError::Refused(text) => ControlError::Wrong(text),
+            DiffError::Unreachable(text) => ControlError::Failed(text),
+        })
+    }
+
+    /// Deletes every object of a project that no configuration names, and then its inventory, in this
+    /// namespace. Returns a text for people.
+    ///
+    /// # Errors
+    /// See [`ControlError`].
+    ///
+    /// # Cancel safety
+    /// If it is dropped, some of the objects may be deleted. Doing it again completes it.
+    pub async fn destroy(
+        self: &Arc<Self>,
+        agent: AgentId,
+        project: &str,
+        namespace: &str,
+    ) -> Result<String, ControlError> {
+        let (known, budget) = self.unnamed(agent, project)?;
+        let context = &self.context;
+        let source = context.sources.open(&known, project).await.map_err(|error| match error {
+            SourceError::Denied(text) => ControlError::Wrong(text),
+            SourceError::Unavailable(text) => ControlError::Failed(text),
+        })?;
+        let number = u64::try_from(agent.get()).map_err(|error| ControlError::Wrong(error.to_string()))?;
+        let of = Project::new(number, source.id, namespace, &context.replica);
+        let api = context.clusters.open(agent, format!("gitops:{project}"), None);
+        let engine = Engine::new(api, budget);
+        let head = Unnamed { planners: Arc::clone(self), agent, project: project.to_owned() };
+        let report = engine.destroy(&of, None, &head, &|_: gitops::Progress| {}).await;
+        let text = message(&report);
+        match report.outcome {
+            Outcome::Synced => Ok(format!("deleted {} objects and the inventory", report.objects.len())),
+            _ => Err(ControlError::Failed(text)),
+        }
+    }
+}
+
+/// The head of a project that no configuration names: there is none.
+struct Unnamed {
+    planners: Arc<Planners>,
+    agent: AgentId,
+    project: String,
+}
+
+#[async_trait::async_trait]
+impl Head for Unnamed {
+    async fn resolve(&self) -> Result<Option<Arc<str>>, Unresolved> {
+        match self.planners.unnamed(self.agent, &self.project) {
+            Ok(_) => Ok(None),
+            Err(error) => Err(Unresolved(error.to_string())),
+        }
+    }
+
+    fn stop(&self) -> Option<Stop> {
+        self.planners.unnamed(self.agent, &self.project).err().map(|_| Stop::Cancelled)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn two_diffs_at_once_and_ten_a_minute() {
+        let mut asked = Asked::default();
+        let now = Instant::now();
+        let first = asked.admit(now).unwrap();
+        let _second = asked.admit(now).unwrap();
+        assert!(asked.admit(now).unwrap_err().contains("run"));
+        drop(first);
+        for _ in 0..8 {
+            drop(asked.admit(now).unwrap());
+        }
+        assert!(asked.admit(now).unwrap_err().contains("a minute"));
+        assert!(asked.admit(now + WINDOW).is_ok());
+    }
+
+    #[test]
+    fn revisions_are_read_as_people_write_them() {
+        let digits = "0123456789abcdef0123456789abcdef01234567";
+        assert_eq!(revisions(digits).unwrap(), [Revision::commit(digits).unwrap()]);
+        let both = [Revision::branch("main").unwrap(), Revision::tag("main").unwrap()];
+        assert_eq!(revisions("main").unwrap(), both);
+        let merge = "refs/merge-requests/7/head";
+        assert_eq!(revisions(merge).unwrap(), [Revision::full(merge).unwrap()]);
+        assert!(revisions("a..b").is_err());
+        assert!(revisions("HEAD@{1}").is_err());
+    }
+}
