@@ -6,6 +6,7 @@
 
 mod http2;
 mod kubernetes;
+mod repositories;
 mod requests;
 mod tunnels;
 
@@ -17,6 +18,7 @@ use kas_config::Environment;
 
 pub use self::{
     http2::{caller_metadata, request_bodies, upgrade, websocket},
+    repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
 };
 
@@ -24,7 +26,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 18] = [
+pub const ALL: [Target; 21] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -32,10 +34,13 @@ pub const ALL: [Target; 18] = [
     ("first_messages", first_messages),
     ("gitaly_answers", gitaly_answers),
     ("gitlab_answers", gitlab_answers),
+    ("globs", globs),
     ("gossip_frame", gossip_frame),
     ("http_envelopes", http_envelopes),
+    ("inventory_keys", inventory_keys),
     ("jwt", jwt),
     ("kubernetes_requests", kubernetes_requests),
+    ("manifests", manifests),
     ("private_messages", private_messages),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),

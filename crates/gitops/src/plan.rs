@@ -1,0 +1,215 @@
+//! From a set and the kinds of a cluster to what is applied where, and in which order.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+use crate::{
+    discovery::{Api, Lookup},
+    inventory::{self, Wanted},
+    marks::OWNER_ANNOTATION,
+    object::{Manifest, ObjectId, Set},
+    order,
+    path::Path,
+    project::Project,
+};
+
+/// Annotations of cli-utils that this engine does not follow.
+const DEPENDS_ON: &str = "config.kubernetes.io/depends-on";
+const MUTATION: &str = "config.kubernetes.io/apply-time-mutation";
+
+/// What is done.
+#[derive(Debug, Default)]
+pub(crate) struct Plan<'a> {
+    /// What is applied, in order.
+    pub(crate) items: Vec<Item<'a>>,
+    /// What cannot be applied, and why.
+    pub(crate) failed: Vec<Unplanned<'a>>,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// An object that is applied.
+#[derive(Debug, Clone)]
+pub(crate) struct Item<'a> {
+    /// Its identity with its real namespace.
+    pub(crate) id: ObjectId,
+    pub(crate) key: String,
+    pub(crate) manifest: &'a Manifest,
+    pub(crate) path: Path,
+    /// Whether its kind comes with a definition of this set.
+    pub(crate) defined_here: bool,
+}
+
+/// An object that cannot be applied.
+#[derive(Debug, Clone)]
+pub(crate) struct Unplanned<'a> {
+    pub(crate) id: ObjectId,
+    pub(crate) manifest: &'a Manifest,
+    pub(crate) why: String,
+}
+
+/// A kind that a definition of the set makes.
+struct Defined {
+    plural: String,
+    namespaced: bool,
+    versions: BTreeSet<String>,
+}
+
+/// Plans a set.
+///
+/// # Errors
+/// A text for people: nothing of it may be applied.
+pub(crate) fn plan<'a>(
+    project: &Project,
+    set: &'a Set,
+    api: &Api,
+    wanted: &Wanted,
+) -> Result<Plan<'a>, String> {
+    let mut plan = Plan::default();
+    let defined = definitions(set);
+    let mut places: BTreeMap<ObjectId, &Manifest> = BTreeMap::new();
+    for manifest in set.objects() {
+        let version = manifest.api_version.rsplit('/').next().unwrap_or_default();
+        let (group, kind) = (manifest.id.group.to_string(), manifest.id.kind.to_string());
+        let definition = defined.get(&(group, kind)).filter(|defined| defined.versions.contains(version));
+        let mut fail = |why: String| {
+            plan.failed.push(Unplanned { id: manifest.id.clone(), manifest, why });
+        };
+        let (plural, namespaced, defined_here) =
+            match (api.lookup(&manifest.id.group, Some(version), &manifest.id.kind), definition) {
+                (Lookup::Found(resource), _) => (resource.plural.as_str(), resource.namespaced, false),
+                (_, Some(defined)) => (defined.plural.as_str(), defined.namespaced, true),
+                (Lookup::Unknown, None) => {
+                    fail(format!("the API group {} cannot be read", manifest.id.group));
+                    continue;
+                }
+                (Lookup::NoKind | Lookup::NoGroup, None) => {
+                    fail(format!(
+                        "no kind {} in {}; is its CustomResourceDefinition missing?",
+                        manifest.id.kind, manifest.api_version
+                    ));
+                    continue;
+                }
+            };
+        let mut id = manifest.id.clone();
+        if !namespaced && !id.namespace.is_empty() {
+            plan.warnings.push(format!(
+                "{}:{}: {} is an object of the cluster: its namespace is ignored",
+                manifest.file, manifest.line, manifest.id
+            ));
+            id.namespace = "".into();
+        } else if namespaced && id.namespace.is_empty() {
+            id.namespace = project.default_namespace.as_str().into();
+        }
+        if let Some(first) = places.insert(id.clone(), manifest) {
+            return Err(format!(
+                "{}:{}: {id} twice: it is also at {}:{}",
+                manifest.file, manifest.line, first.file, first.line
+            ));
+        }
+        let unplanned = |why: String| Unplanned { id: id.clone(), manifest, why };
+        if let Some(allowed) = &project.namespaces
+            && !allowed.contains(&*id.namespace)
+        {
+            plan.failed.push(unplanned(format!("{id} is outside the agent's namespaces")));
+            continue;
+        }
+        if manifest.annotation(MUTATION).is_some() {
+            let why = format!("the annotation {MUTATION} is not supported: its values would be missing");
+            plan.failed.push(unplanned(why));
+            continue;
+        }
+        if id.is("", "ConfigMap") && *id.namespace == *wanted.namespace && *id.name == *wanted.name {
+            plan.failed.push(unplanned("its name is that of the inventory".to_owned()));
+            continue;
+        }
+        let Some(key) = inventory::key(&id) else {
+            plan.failed.push(unplanned("no key of an inventory can hold its name".to_owned()));
+            continue;
+        };
+        if manifest.annotation(DEPENDS_ON).is_some() {
+            plan.warnings.push(format!(
+                "{}:{}: {id}: the annotation {DEPENDS_ON} is not followed",
+                manifest.file, manifest.line
+            ));
+        }
+        let path = Path::new(&id, version, plural);
+        plan.items.push(Item { id, key, manifest, path, defined_here });
+    }
+    plan.items.sort_by_cached_key(|item| order::rank(&item.id));
+    Ok(plan)
+}
+
+impl Plan<'_> {
+    /// Whether an object is in the set, or may be: one that could not be planned may lack its namespace.
+    pub(crate) fn names(&self, id: &ObjectId, known: &BTreeSet<&str>, key: &str) -> bool {
+        known.contains(key)
+            || self.failed.iter().any(|failed| {
+                order::same_kind(&failed.id, id)
+                    && failed.id.name == id.name
+                    && (failed.id.namespace.is_empty() || failed.id.namespace == id.namespace)
+            })
+    }
+}
+
+/// Returns the kinds that the set's own definitions make.
+fn definitions(set: &Set) -> BTreeMap<(String, String), Defined> {
+    let mut defined = BTreeMap::new();
+    for manifest in set.objects() {
+        if !manifest.id.is("apiextensions.k8s.io", "CustomResourceDefinition") {
+            continue;
+        }
+        let spec = &manifest.body["spec"];
+        let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+        let (Some(group), Some(kind), Some(plural)) =
+            (text(&spec["group"]), text(&spec["names"]["kind"]), text(&spec["names"]["plural"]))
+        else {
+            continue;
+        };
+        let mut versions: BTreeSet<String> = spec["versions"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|version| version["served"].as_bool() != Some(false))
+            .filter_map(|version| text(&version["name"]))
+            .collect();
+        versions.extend(text(&spec["version"]));
+        let namespaced = spec["scope"].as_str() == Some("Namespaced");
+        defined.insert((group, kind), Defined { plural, namespaced, versions });
+    }
+    defined
+}
+
+/// Returns the group and kind that a definition makes, of its manifest or of the object in the cluster.
+pub(crate) fn defines(definition: &Value) -> Option<(&str, &str)> {
+    Some((definition["spec"]["group"].as_str()?, definition["spec"]["names"]["kind"].as_str()?))
+}
+
+impl Item<'_> {
+    /// The body of its apply: the manifest with its namespace and the mark, without what server-side apply refuses.
+    pub(crate) fn body(&self, inventory_id: &str) -> Bytes {
+        let mut body = self.manifest.body.clone();
+        let metadata = &mut body["metadata"];
+        if let Some(metadata) = metadata.as_object_mut() {
+            metadata.shift_remove("managedFields");
+            metadata.shift_remove("creationTimestamp");
+            if self.id.namespace.is_empty() {
+                metadata.shift_remove("namespace");
+            } else {
+                metadata.insert("namespace".to_owned(), json!(&*self.id.namespace));
+            }
+            let annotations = metadata.entry("annotations").or_insert(Value::Null);
+            if !annotations.is_object() {
+                *annotations = json!({});
+            }
+            annotations[OWNER_ANNOTATION] = json!(inventory_id);
+        }
+        body.to_string().into()
+    }
+
+    /// Its file and line.
+    pub(crate) fn place(&self) -> (std::sync::Arc<str>, u32) {
+        (self.manifest.file.clone(), self.manifest.line)
+    }
+}
