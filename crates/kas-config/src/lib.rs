@@ -31,10 +31,11 @@ pub use self::{
     secrets::{EXPECTED_MODE, Secrets},
     sections::{
         OpenFiles,
-        agent::{Agent, AgentListener, ConfigurationSource, Source},
+        agent::{Agent, AgentListener, ConfigurationSource, Gitops, Source},
         api::{Api, ApiListener, ApiSecrets},
         discovery::{Discovery, DnsRecords, ServicePort},
         drain::Drain,
+        gitaly::Gitaly,
         gitlab::{GitLab, GitLabApi},
         gossip::Gossip,
         identity::Identity,
@@ -48,6 +49,7 @@ pub use self::{
         observability::{Audit, AuditOutput, LogLevel, Observability, PAGE_PATH, Page, Tracing},
         private_api::{Advertise, OtherReplicas, PrivateApi},
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
+        repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
     },
 };
@@ -73,6 +75,10 @@ pub struct Config {
     pub limits: Limits,
     /// Times of the shutdown.
     pub drain: Drain,
+    /// How GitLab's Git servers are called.
+    pub gitaly: Gitaly,
+    /// Repositories on this host.
+    pub repositories: Vec<LocalRepository>,
 }
 
 impl Config {

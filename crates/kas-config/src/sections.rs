@@ -18,6 +18,7 @@ pub(crate) mod observability;
 mod origin;
 pub(crate) mod private_api;
 pub(crate) mod redis;
+pub(crate) mod repositories;
 pub(crate) mod tracker;
 
 use std::{path::PathBuf, time::Duration};
@@ -84,7 +85,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
     let drain = drain::read(root);
     let gitlab = gitlab::read(root, by_gitlab, info_cache);
-    gitaly::read(root);
+    let gitaly = gitaly::read(root, by_gitlab);
+    let repositories = repositories::read(root);
 
     // Only default files need the folder: a container without a home folder starts if its configuration names
     // its own files.
@@ -129,5 +131,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         observability,
         limits,
         drain,
+        gitaly,
+        repositories,
     }
 }

@@ -21,7 +21,6 @@ use super::{
 /// window must hold those of all streams.
 const MOST_TUNNELS: u32 = 2_000;
 const NOT_CACHED: &str = "agents are known from identity.file, and nothing about them is cached";
-const NOT_GITOPS: &str = "this kas has no GitOps";
 
 /// Section `agent`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +29,8 @@ pub struct Agent {
     pub listen: AgentListener,
     /// Where the configuration of agents is read.
     pub configuration: ConfigurationSource,
+    /// How manifests are read for agents.
+    pub gitops: Gitops,
     /// The endpoint of the Kubernetes API; `None`: off.
     pub kubernetes_api: Option<KubernetesApi>,
 }
@@ -67,12 +68,32 @@ pub struct ConfigurationSource {
 /// Where the configuration files of agents are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// Nowhere: every agent has an empty configuration.
+    /// In the configuration projects of agents, if GitLab knows the agents; else nowhere: every agent has an
+    /// empty configuration.
     None,
     /// A folder that holds `agents/<name>/config.yaml`.
     Folder(PathBuf),
     /// A local bare repository that holds `.gitlab/agents/<name>/config.yaml` at its HEAD.
     Git(PathBuf),
+}
+
+/// Section `agent.gitops`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gitops {
+    /// How often a repository is checked for changes, unless GitLab reports pushes.
+    pub poll_period: Duration,
+    /// How long it is cached that an agent may read a project; zero: until the next check.
+    pub project_info_cache_ttl: Duration,
+    /// How long it is cached that an agent may not read a project, or that GitLab could not be asked.
+    pub project_info_cache_error_ttl: Duration,
+    /// The largest manifest, in bytes.
+    pub max_manifest_file_size: u32,
+    /// All manifests of a project together, in bytes.
+    pub max_total_manifest_file_size: u32,
+    /// The most globs of a project.
+    pub max_number_of_paths: u32,
+    /// The most files that are listed for the globs of a project.
+    pub max_number_of_files: u32,
 }
 
 /// How long entries of a replica about its agents stay in Redis, and how they are kept current.
@@ -89,7 +110,7 @@ pub(super) fn read(
     not_redis: Option<&'static str>,
     state_dir: Option<&Path>,
 ) -> (Agent, InfoCache, Entries) {
-    root.section("agent", "For agentk: its listener and its configuration.", |s| {
+    root.section("agent", "For agentk: its listener, its configuration and its manifests.", |s| {
         agent(s, by_gitlab, not_redis, state_dir)
     })
 }
@@ -143,7 +164,8 @@ fn agent(
     let configuration = s.section("configuration", "Where the configuration of agents is read.", |s| {
         let folder = s.path(
             "folder",
-            "A folder that holds agents/<name>/config.yaml. Empty: not used. At most one of folder and git.",
+            "A folder that holds agents/<name>/config.yaml. At most one of folder and git. Neither: the files are read \
+             from the configuration projects of the agents, if GitLab knows the agents.",
         );
         let git = s.path(
             "git",
@@ -173,16 +195,43 @@ fn agent(
             ),
         }
     });
-    s.inert(NOT_GITOPS, |s| {
-        s.section("gitops", "Manifests from Git.", |s| {
-            s.duration("poll_period", seconds(20), Rule::Positive, "How often a repository is checked.");
-            s.duration("project_info_cache_ttl", minutes(5), Rule::NotNegative, "0s: no cache.");
-            s.duration("project_info_cache_error_ttl", minutes(1), Rule::Positive, "");
-            s.number("max_manifest_file_size", 5 * 1024 * 1024, "In bytes.");
-            s.number("max_total_manifest_file_size", 20 * 1024 * 1024, "In bytes.");
-            s.number("max_number_of_paths", 100, "");
-            s.number("max_number_of_files", 1000, "");
-        });
+    let gitops = s.section("gitops", "Manifests from Git.", |s| Gitops {
+        poll_period: s.duration(
+            "poll_period",
+            seconds(20),
+            Rule::Positive,
+            "How often a repository is checked for changes, and up to half longer. Where GitLab reports pushes: every \
+             5m.",
+        ),
+        project_info_cache_ttl: s.duration(
+            "project_info_cache_ttl",
+            minutes(5),
+            Rule::NotNegative,
+            "How long GitLab's answer is cached that an agent may read a project, and the longest time until lost \
+             access is noticed. 0s: GitLab is asked every poll_period.",
+        ),
+        project_info_cache_error_ttl: s.duration(
+            "project_info_cache_error_ttl",
+            minutes(1),
+            Rule::Positive,
+            "How long it is cached that an agent may not read a project.",
+        ),
+        max_manifest_file_size: s.number(
+            "max_manifest_file_size",
+            5 * 1024 * 1024,
+            "The largest manifest, in bytes.",
+        ),
+        max_total_manifest_file_size: s.number(
+            "max_total_manifest_file_size",
+            20 * 1024 * 1024,
+            "All manifests of a project together, in bytes.",
+        ),
+        max_number_of_paths: s.number("max_number_of_paths", 100, "The most globs of a project."),
+        max_number_of_files: s.number(
+            "max_number_of_files",
+            1000,
+            "The most files that are listed for the globs of a project, whether they match or not.",
+        ),
     });
     let info_cache = s.optional((!by_gitlab).then_some(NOT_CACHED), |s| {
         let ttl = s.duration(
@@ -234,5 +283,5 @@ fn agent(
         Entries { ttl, refresh, gc }
     });
     let kubernetes_api = kubernetes_api::read(s, by_gitlab, state_dir);
-    (Agent { listen, configuration, kubernetes_api }, info_cache, entries)
+    (Agent { listen, configuration, gitops, kubernetes_api }, info_cache, entries)
 }

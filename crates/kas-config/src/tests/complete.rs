@@ -138,6 +138,15 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 poll_period: secs(21),
                 max_file_size: 1000,
             },
+            gitops: Gitops {
+                poll_period: secs(22),
+                project_info_cache_ttl: Duration::ZERO,
+                project_info_cache_error_ttl: secs(61),
+                max_manifest_file_size: 1001,
+                max_total_manifest_file_size: 1002,
+                max_number_of_paths: 101,
+                max_number_of_files: 1003,
+            },
             kubernetes_api: Some(KubernetesApi {
                 listen: Listen {
                     network: Network::Unix,
@@ -225,19 +234,14 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
             info_cache_ttl: secs(301),
             info_cache_error_ttl: secs(62),
         })),
+        gitaly: Gitaly { all: (11.0, 51), per_server: (6.5, 11), ca_certificate: None },
         ..defaults
     };
     assert_eq!(loaded.config, expected);
     let paths: Vec<_> = loaded.warnings.iter().map(|w| w.path.as_str()).collect();
     assert_eq!(
         paths,
-        [
-            "agent.gitops",
-            "observability.tracing.connection_string",
-            "observability.sentry",
-            "observability.google_profiler",
-            "gitaly",
-        ]
+        ["observability.tracing.connection_string", "observability.sentry", "observability.google_profiler",]
     );
     for warning in &loaded.warnings {
         assert!(warning.text.starts_with("has no effect in this version: "), "{warning}");
@@ -290,6 +294,15 @@ fn an_empty_file_means_one_replica_on_loopback() {
                 poll_period: secs(20),
                 max_file_size: 131_072,
             },
+            gitops: Gitops {
+                poll_period: secs(20),
+                project_info_cache_ttl: secs(300),
+                project_info_cache_error_ttl: secs(60),
+                max_manifest_file_size: 5 << 20,
+                max_total_manifest_file_size: 20 << 20,
+                max_number_of_paths: 100,
+                max_number_of_files: 1000,
+            },
             kubernetes_api: None,
         },
         api: Api {
@@ -336,6 +349,8 @@ fn an_empty_file_means_one_replica_on_loopback() {
             token_burst: 1_000,
         },
         drain: Drain { delay: secs(5), timeout: secs(30), upgrade_grace: secs(600) },
+        gitaly: Gitaly { all: (200.0, 400), per_server: (100.0, 200), ca_certificate: None },
+        repositories: Vec::new(),
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();
