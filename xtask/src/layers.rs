@@ -63,6 +63,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Which repositories are followed, and which files of them are read.
+    ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
     (
         "agent-config",
@@ -124,6 +126,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitlab",
             "identity",
             "callers",
+            "repository",
+            "gitaly",
+            "git-sources",
             "agent-config",
             "observe",
             "routing",
