@@ -61,8 +61,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
     // Who calls the Kubernetes API endpoint, and as whom: without the endpoint itself.
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
+    // From files of a repository to objects in a cluster: usable alone, without our other crates.
+    ("gitops", &[]),
+    // Which repositories are followed, and which files of them are read.
+    ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
-    ("agent-config", &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab"]),
+    (
+        "agent-config",
+        &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab", "repository", "git-sources"],
+    ),
     // What is recorded of each request.
     (
         "observe",
@@ -130,6 +137,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitlab",
             "identity",
             "callers",
+            "repository",
+            "gitaly",
+            "git-sources",
             "agent-config",
             "observe",
             "routing",

@@ -1,15 +1,17 @@
-//! The configuration of agents: read from a local folder or repository, and sent when it changes.
+//! The configuration of agents: read from repositories, and sent when it changes.
 //!
-//! One task checks the files of the agents that have a stream open. A stream is a body with a slot for the
-//! next message and needs no task. Only the newest configuration waits in the slot: an agent that reads
-//! slowly skips older ones.
+//! A stream is a body with a slot for the next message and needs no task. Only the newest configuration waits
+//! in the slot: an agent that reads slowly skips older ones.
 //!
-//! `report` tells GitLab the same configurations, so that it knows who may use the agents.
+//! `files` checks the files of the agents that have a stream open: a folder or repository on this host.
+//! `projects` follows the configuration projects of GitLab instead. `report` tells GitLab the same
+//! configurations, so that it knows who may use the agents.
 
+mod files;
 pub mod kas_yaml;
 pub mod parse;
+mod projects;
 mod report;
-mod source;
 #[cfg(test)]
 mod tests;
 
@@ -18,10 +20,10 @@ use std::{
     pin::Pin,
     sync::{Arc, Weak},
     task::{Context, Poll, Waker},
-    time::Duration,
 };
 
 use bytes::Bytes;
+use git_sources::Repositories;
 use gitlab::AgentConfigurations;
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
@@ -29,33 +31,67 @@ use http_body::{Body, Frame};
 use ids::{Agent, AgentId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
-use tokio::sync::Notify;
+use repository::{Commit, Content, Error, Fingerprint, RepoPath, Repository, bare::Bare, folder::Folder};
+use tokio::{sync::Notify, time::Instant};
 
 use self::{
+    projects::Projects,
     report::{Found, Reports},
-    source::{Error, Fingerprint, Source},
 };
 
-/// How often files are checked: two checks and reading take less than a second. A check is one `stat` for
-/// each agent with an open stream, or one for the whole repository.
-const CHECK_INTERVAL: Duration = Duration::from_millis(300);
+/// The version of the configuration of an agent whose repository has no commit.
+const NO_COMMIT: &str = "0000000000000000000000000000000000000000";
 
 /// Reads configurations, sends them to open streams and reports them to GitLab.
 #[derive(Debug)]
 pub struct AgentConfigs {
-    source: Arc<Source>,
-    watched: Mutex<HashMap<Arc<str>, Watched>>,
+    source: Source,
+    /// The largest file, in bytes.
+    limit: u64,
+    watched: Mutex<HashMap<AgentId, Watched>>,
     look: Notify,
     reports: Option<Reports>,
 }
 
-#[derive(Debug, Default)]
+/// Where the configuration files of agents are.
+#[derive(Debug)]
+enum Source {
+    /// No source is configured: agents get no configuration.
+    None,
+    /// `agents/<name>/config.yaml` in a folder, or `.gitlab/agents/<name>/config.yaml` at HEAD of a repository
+    /// on this host.
+    Files { repository: Arc<dyn Repository>, prefix: &'static str },
+    /// `.gitlab/agents/<name>/config.yaml` at HEAD of the configuration project of the agent.
+    Projects(Projects),
+}
+
+/// The path of the file of an agent is this, its name and [`FILE`].
+const PREFIX: &str = ".gitlab/agents/";
+const PREFIX_OF_FOLDER: &str = "agents/";
+const FILE: &str = "/config.yaml";
+
+#[derive(Debug)]
 struct Watched {
+    name: Arc<str>,
+    project: i64,
     fingerprint: Option<Fingerprint>,
     current: Option<Current>,
     /// The last good configuration.
     good: Option<Arc<AgentConfiguration>>,
+    /// The last attempt to read the file failed.
+    is_failing: bool,
     streams: Vec<Weak<ConfigStream>>,
+    /// Streams of agents that have another commit than this replica: it may be a newer one.
+    unconfirmed: Vec<Weak<ConfigStream>>,
+}
+
+impl Watched {
+    /// Whether an agent has a stream open. Forgets those that have ended.
+    fn is_open(&mut self) -> bool {
+        self.streams.retain(|stream| stream.strong_count() > 0);
+        self.unconfirmed.retain(|stream| stream.strong_count() > 0);
+        !self.streams.is_empty() || !self.unconfirmed.is_empty()
+    }
 }
 
 /// The current state of a file.
@@ -89,45 +125,91 @@ impl Current {
 }
 
 impl AgentConfigs {
-    /// Returns a reader of the source that the configuration of kas names. `gitlab` is told about
+    /// Returns a reader of the source that the configuration of kas names. Without one, the files are in the
+    /// configuration projects of agents, if `repositories` has those of GitLab. `gitlab` is told about
     /// configurations.
     pub fn new(
         config: &kas_config::ConfigurationSource,
+        repositories: &Arc<Repositories>,
         gitlab: Option<Arc<dyn AgentConfigurations>>,
     ) -> Arc<Self> {
+        let source = match &config.source {
+            kas_config::Source::Folder(root) => {
+                Source::Files { repository: Arc::new(Folder::new(root)), prefix: PREFIX_OF_FOLDER }
+            }
+            kas_config::Source::Git(path) => {
+                Source::Files { repository: Arc::new(Bare::new(path, None)), prefix: PREFIX }
+            }
+            kas_config::Source::None if repositories.has_projects() => {
+                Source::Projects(Projects::new(Arc::clone(repositories), config.poll_period))
+            }
+            kas_config::Source::None => Source::None,
+        };
         Arc::new(Self {
-            source: Arc::new(Source::new(config)),
+            source,
+            limit: config.max_file_size.into(),
             watched: Mutex::default(),
             look: Notify::new(),
             reports: gitlab.map(Reports::new),
         })
     }
 
-    fn watched(&self) -> MutexGuard<'_, HashMap<Arc<str>, Watched>> {
+    fn watched(&self) -> MutexGuard<'_, HashMap<AgentId, Watched>> {
         self.watched.lock()
     }
 
     /// Opens a stream for `agent`, which last received `commit`.
     pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
+        let mut watched = self.watched();
+        let ended = match &self.source {
+            Source::Projects(projects) => Some(projects.add(agent.project_id, agent.id)),
+            Source::None | Source::Files { .. } => None,
+        };
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
             state: Mutex::new(StreamState { seen: commit.to_owned(), next: None, end: None, waker: None }),
+            ended,
+            since: Instant::now(),
         });
-        if matches!(*self.source, Source::None) {
+        if matches!(self.source, Source::None) {
             return stream;
         }
-        let mut watched = self.watched();
-        let entry = watched.entry(Arc::clone(&agent.name)).or_default();
-        match &entry.current {
-            Some(current) => {
-                stream.show(current);
-                if let (Some(reports), Current::Good { .. }) = (&self.reports, current) {
-                    reports.known(agent.id, &agent.name);
-                }
-            }
-            None => self.look.notify_one(),
+        let entry = watched.entry(agent.id).or_insert_with(|| Watched {
+            name: Arc::clone(&agent.name),
+            project: agent.project_id,
+            fingerprint: None,
+            current: None,
+            is_failing: false,
+            streams: Vec::new(),
+            unconfirmed: Vec::new(),
+        });
+        if entry.name != agent.name || entry.project != agent.project_id {
+            // What was read is of another file.
+            (entry.fingerprint, entry.current) = (None, None);
+            (entry.name, entry.project) = (Arc::clone(&agent.name), agent.project_id);
         }
-        entry.streams.push(Arc::downgrade(&stream));
+        // Another replica may have sent a newer commit than this one knows. The repository is checked first,
+        // so that none sends an agent back.
+        let is_other = entry.current.as_ref().and_then(Current::commit) != Some(commit);
+        match &entry.current {
+            _ if stream.ended.is_some() && !commit.is_empty() && is_other => {
+                entry.unconfirmed.push(Arc::downgrade(&stream));
+            }
+            current => {
+                if let Some(current) = current {
+                    stream.show(current);
+                    if let (Some(reports), Current::Good { .. }) = (&self.reports, current) {
+                        reports.known(agent.id);
+                    }
+                }
+                entry.streams.push(Arc::downgrade(&stream));
+            }
+        }
+        drop(watched);
+        if let Some(changed) = &stream.ended {
+            changed.notify_one();
+        }
+        self.look.notify_one();
         stream
     }
 
@@ -136,29 +218,35 @@ impl AgentConfigs {
         self.watched().get(&agent.name)?.good.clone()
     }
 
-    /// Checks files now instead of at the next interval, because a notice says that they have changed.
+    /// Checks files on this host now instead of at the next interval, because a notice says that they have
+    /// changed.
     pub fn look_now(&self) {
         self.look.notify_one();
     }
 
-    /// Checks files and reports to GitLab until it is dropped.
+    /// Reads files and reports to GitLab until it is dropped.
     pub async fn run(self: Arc<Self>) {
-        if matches!(*self.source, Source::None) {
-            return;
-        }
+        let this = &self;
+        let read = async move {
+            match &this.source {
+                Source::None => {}
+                Source::Files { repository, prefix } => this.check_files(&**repository, prefix).await,
+                Source::Projects(projects) => this.follow_projects(projects).await,
+            }
+        };
         match &self.reports {
-            None => self.check_files().await,
+            None => read.await,
             Some(reports) => {
-                tokio::join!(self.check_files(), reports.run(|agent, name| self.to_report(agent, name)));
+                tokio::join!(read, reports.run(|agent| self.to_report(agent)));
             }
         }
     }
 
     /// Returns what GitLab must know of an agent.
-    fn to_report(&self, agent: AgentId, name: &str) -> Found {
-        let watched = self.watched();
-        let Some(entry) = watched.get(name) else { return Found::Gone };
-        if !entry.streams.iter().filter_map(Weak::upgrade).any(|stream| stream.agent.id == agent) {
+    fn to_report(&self, agent: AgentId) -> Found {
+        let mut watched = self.watched();
+        let Some(entry) = watched.get_mut(&agent) else { return Found::Gone };
+        if !entry.is_open() {
             return Found::Gone;
         }
         match &entry.current {
@@ -168,44 +256,16 @@ impl AgentConfigs {
         }
     }
 
-    async fn check_files(&self) {
-        loop {
-            tokio::select! {
-                () = tokio::time::sleep(CHECK_INTERVAL) => {}
-                () = self.look.notified() => {}
-            }
-            let names: Vec<(Arc<str>, Option<Fingerprint>)> = {
-                let mut watched = self.watched();
-                watched.retain(|_, entry| {
-                    entry.streams.retain(|stream| stream.strong_count() > 0);
-                    !entry.streams.is_empty()
-                });
-                watched.iter().map(|(name, entry)| (Arc::clone(name), entry.fingerprint.clone())).collect()
-            };
-            if names.is_empty() {
-                continue;
-            }
-            let (source, reported) = (Arc::clone(&self.source), self.reports.is_some());
-            let Ok(changes) = tokio::task::spawn_blocking(move || look(&source, names, reported)).await
-            else {
-                tracing::error!("checking agent configurations panicked");
-                continue;
-            };
-            for (name, fingerprint, current) in changes {
-                self.publish(&name, fingerprint, current);
-            }
-        }
-    }
-
-    fn publish(&self, name: &Arc<str>, fingerprint: Fingerprint, current: Result<Current, String>) {
+    /// Shows what was read of the file of an agent: what is there now, or why that is not known.
+    fn publish(&self, agent: AgentId, fingerprint: Fingerprint, current: Result<Current, Error>) {
         let mut watched = self.watched();
-        let Some(entry) = watched.get_mut(name) else { return };
+        let Some(entry) = watched.get_mut(&agent) else { return };
         match current {
             Ok(current) => {
-                entry.fingerprint = Some(fingerprint);
+                (entry.fingerprint, entry.is_failing) = (Some(fingerprint), false);
                 if let Current::Bad(status) = &current {
                     tracing::info!(
-                        agent.name = &**name,
+                        agent.name = &*entry.name,
                         error = status.message(),
                         "agent configuration is invalid"
                     );
@@ -216,7 +276,7 @@ impl AgentConfigs {
                     && entry.current.as_ref().and_then(Current::absent) != Some(path)
                 {
                     tracing::info!(
-                        agent.name = &**name,
+                        agent.name = &*entry.name,
                         path,
                         "agent has no configuration file: it gets the defaults"
                     );
@@ -225,9 +285,9 @@ impl AgentConfigs {
                 let is_new = current.commit().is_some_and(|commit| before != Some(commit));
                 for stream in entry.streams.iter().filter_map(Weak::upgrade) {
                     stream.show(&current);
-                    if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
-                        reports.changed(stream.agent.id, name);
-                    }
+                }
+                if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
+                    reports.changed(agent);
                 }
                 if let Current::Good { configuration, .. } = &current {
                     entry.good = Some(Arc::new((**configuration).clone()));
@@ -236,50 +296,65 @@ impl AgentConfigs {
             }
             // The streams stay open, and the next check tries again. The error is logged once.
             Err(error) => {
-                if entry.fingerprint.as_ref() != Some(&Fingerprint::Unknown) {
-                    tracing::warn!(agent.name = &**name, error, "agent configuration cannot be read");
+                if !std::mem::replace(&mut entry.is_failing, true) {
+                    tracing::warn!(agent.name = &*entry.name, %error, "agent configuration cannot be read");
                 }
-                entry.fingerprint = Some(Fingerprint::Unknown);
+                entry.fingerprint = None;
             }
+        }
+    }
+
+    /// Parses what was read at `path` of a repository in the version `commit`.
+    fn parsed(
+        &self,
+        name: &str,
+        commit: String,
+        content: Content,
+        shown: &str,
+        place: impl FnOnce() -> String,
+    ) -> Current {
+        let mut absent = None;
+        let content = match content {
+            Content::Absent => {
+                absent = Some(place());
+                Bytes::new()
+            }
+            content => match content.into_data(shown) {
+                Ok(data) => data,
+                Err(error) => {
+                    return Current::Bad(Status::new(
+                        Code::FailedPrecondition,
+                        format!("Config: agent configuration file: {error}"),
+                    ));
+                }
+            },
+        };
+        match parse::parse(&content) {
+            Ok(parsed) => {
+                for warning in &parsed.warnings {
+                    tracing::info!(agent.name = name, warning = %warning, "agent configuration");
+                }
+                let json = || serde_json::Value::Object(parsed.keys).to_string().into();
+                Current::Good {
+                    commit,
+                    configuration: Box::new(parsed.configuration),
+                    json: self.reports.is_some().then(json),
+                    absent,
+                }
+            }
+            Err(error) => Current::Bad(Status::new(Code::FailedPrecondition, error.to_string())),
         }
     }
 }
 
-type Change = (Arc<str>, Fingerprint, Result<Current, String>);
+/// Returns the path of the file of an agent.
+fn path_of(prefix: &str, name: &str) -> Result<RepoPath, Error> {
+    // Names are checked by the identity: they contain no separators or dots.
+    RepoPath::new(format!("{prefix}{name}{FILE}")).map_err(|error| Error::User(error.to_string()))
+}
 
-/// Reads the files that have changed. `reported`: with their keys as JSON. Blocks.
-fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>, reported: bool) -> Vec<Change> {
-    let shared = source.is_repository().then(|| source.fingerprint(""));
-    let mut changes = Vec::new();
-    for (name, before) in names {
-        let now = shared.clone().unwrap_or_else(|| source.fingerprint(&name));
-        if before.as_ref() == Some(&now) && now != Fingerprint::Unknown {
-            continue;
-        }
-        let current = match source.read(&name) {
-            Ok(file) => match parse::parse(&file.content) {
-                Ok(parsed) => {
-                    for warning in &parsed.warnings {
-                        tracing::info!(agent.name = &*name, warning = %warning, "agent configuration");
-                    }
-                    Ok(Current::Good {
-                        commit: file.commit,
-                        configuration: Box::new(parsed.configuration),
-                        json: reported.then(|| serde_json::Value::Object(parsed.keys).to_string().into()),
-                        absent: file.absent,
-                    })
-                }
-                Err(error) => Ok(Current::Bad(Status::new(Code::FailedPrecondition, error.to_string()))),
-            },
-            Err(Error::User(reason)) => Ok(Current::Bad(Status::new(
-                Code::FailedPrecondition,
-                format!("Config: agent configuration file: {reason}"),
-            ))),
-            Err(Error::Backend(reason)) => Err(reason),
-        };
-        changes.push((name, now, current));
-    }
-    changes
+fn version(commit: Option<Commit>) -> String {
+    commit.map_or_else(|| NO_COMMIT.to_owned(), |commit| commit.to_string())
 }
 
 /// One open configuration stream and what remains to be sent.
@@ -287,6 +362,18 @@ fn look(source: &Source, names: Vec<(Arc<str>, Option<Fingerprint>)>, reported: 
 pub struct ConfigStream {
     agent: Arc<Agent>,
     state: Mutex<StreamState>,
+    /// Told when the stream ends.
+    ended: Option<Arc<Notify>>,
+    /// When it was opened.
+    since: Instant,
+}
+
+impl Drop for ConfigStream {
+    fn drop(&mut self) {
+        if let Some(ended) = &self.ended {
+            ended.notify_one();
+        }
+    }
 }
 
 #[derive(Debug)]

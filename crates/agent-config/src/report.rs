@@ -56,7 +56,6 @@ struct Schedule {
 }
 
 struct Report {
-    name: Arc<str>,
     due: Instant,
     /// Counts changes, so that one that comes while a report is being sent is noticed.
     version: u64,
@@ -75,14 +74,8 @@ impl Schedule {
         }
     }
 
-    fn add(&mut self, agent: AgentId, name: &Arc<str>) -> &mut Report {
-        let new = || Report {
-            name: Arc::clone(name),
-            due: Instant::now(),
-            version: 0,
-            failures: 0,
-            is_refused: false,
-        };
+    fn add(&mut self, agent: AgentId) -> &mut Report {
+        let new = || Report { due: Instant::now(), version: 0, failures: 0, is_refused: false };
         self.agents.entry(agent).or_insert_with(new)
     }
 }
@@ -90,7 +83,6 @@ impl Schedule {
 /// An agent that is due.
 struct Due {
     agent: AgentId,
-    name: Arc<str>,
     version: u64,
     is_refused: bool,
 }
@@ -101,18 +93,17 @@ impl Reports {
     }
 
     /// An agent has a good configuration, which has perhaps been reported.
-    pub(crate) fn known(&self, agent: AgentId, name: &Arc<str>) {
+    pub(crate) fn known(&self, agent: AgentId) {
         let is_known = self.schedule.lock().agents.contains_key(&agent);
         if !is_known {
-            self.changed(agent, name);
+            self.changed(agent);
         }
     }
 
     /// An agent has a new good configuration.
-    pub(crate) fn changed(&self, agent: AgentId, name: &Arc<str>) {
+    pub(crate) fn changed(&self, agent: AgentId) {
         let mut schedule = self.schedule.lock();
-        let report = schedule.add(agent, name);
-        report.name = Arc::clone(name);
+        let report = schedule.add(agent);
         report.version += 1;
         (report.failures, report.is_refused) = (0, false);
         schedule.set_due(agent, Instant::now());
@@ -120,8 +111,8 @@ impl Reports {
         self.woken.notify_one();
     }
 
-    /// Sends reports forever. `find` says what there is to report of an agent with this id and name.
-    pub(crate) async fn run(&self, find: impl Fn(AgentId, &str) -> Found) {
+    /// Sends reports forever. `find` says what there is to report of an agent.
+    pub(crate) async fn run(&self, find: impl Fn(AgentId) -> Found) {
         loop {
             let first = self.schedule.lock().due.first().map(|(at, _)| *at);
             let due = async {
@@ -135,7 +126,7 @@ impl Reports {
                 () = self.woken.notified() => continue,
             }
             let Some(due) = self.take_due() else { continue };
-            match find(due.agent, &due.name) {
+            match find(due.agent) {
                 Found::Good(json) if !due.is_refused => {
                     let sent = self.gitlab.configure_agent(due.agent, &json).await;
                     self.sent(&due, sent.err().as_ref());
@@ -152,8 +143,8 @@ impl Reports {
         let (at, agent) = schedule.due.first().copied().filter(|(at, _)| *at <= Instant::now())?;
         schedule.due.remove(&(at, agent));
         let report = schedule.agents.get(&agent)?;
-        let Report { name, version, is_refused, .. } = report;
-        Some(Due { agent, name: Arc::clone(name), version: *version, is_refused: *is_refused })
+        let Report { version, is_refused, .. } = report;
+        Some(Due { agent, version: *version, is_refused: *is_refused })
     }
 
     /// Whether no agent is known.

@@ -44,7 +44,8 @@ impl Setup {
         let (send, reports) = mpsc::channel(100);
         let gitlab = Arc::new(Fake { reports: send, error: Mutex::new(None) });
         let configs = Arc::new(AgentConfigs {
-            source: Arc::new(Source::Folder { root: "/nowhere".into(), limit: 1 }),
+            source: Source::Files { repository: Arc::new(Folder::new("/nowhere")), prefix: "" },
+            limit: 1,
             watched: Mutex::default(),
             look: Notify::new(),
             reports: Some(Reports::new(Arc::clone(&gitlab) as _)),
@@ -54,7 +55,7 @@ impl Setup {
             let configs = Arc::clone(&configs);
             async move {
                 let reports = configs.reports.as_ref().unwrap();
-                reports.run(|agent, name| configs.to_report(agent, name)).await;
+                reports.run(|agent| configs.to_report(agent)).await;
             }
         });
         Self { configs, gitlab, reports, task }
@@ -72,7 +73,15 @@ impl Setup {
             json: Some(json.into()),
             absent: None,
         };
-        self.configs.publish(&"demo".into(), Fingerprint::Unknown, Ok(good));
+        self.show(good);
+    }
+
+    /// Publishes the same for every agent.
+    fn show(&self, current: Current) {
+        let agents: Vec<_> = self.configs.watched().keys().copied().collect();
+        for agent in agents {
+            self.configs.publish(agent, Fingerprint::Absent, Ok(current.clone()));
+        }
     }
 
     fn answer(&self, status: impl Into<Option<u16>>) {
@@ -118,6 +127,7 @@ async fn each_agent_with_an_open_stream_is_reported_and_no_other() {
     assert_eq!(s.next().await.0, 7);
     let again = s.subscribe(7);
     let second = s.subscribe(8);
+    s.publish("a", "{}");
     assert_eq!(s.next().await.0, 8);
     drop(first);
     assert!(s.is_quiet(50 * MINUTE).await, "one report for all streams of an agent");
@@ -170,7 +180,7 @@ async fn an_invalid_file_is_not_reported() {
     s.publish("a", "{}");
     s.next().await;
     let bad = Current::Bad(Status::new(Code::FailedPrecondition, "x"));
-    s.configs.publish(&"demo".into(), Fingerprint::Unknown, Ok(bad));
+    s.show(bad);
     let _stream = s.subscribe(7);
     assert!(s.is_quiet(180 * MINUTE).await);
     s.publish("a", "{}");

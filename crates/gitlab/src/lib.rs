@@ -9,9 +9,11 @@ mod agent_configuration;
 mod answer;
 pub mod check;
 mod jobs;
+mod location;
 mod lookup;
 mod lookup_rate;
 mod metrics;
+mod module;
 mod proxy_user;
 #[cfg(test)]
 mod tests;
@@ -41,19 +43,26 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use settings::secret::ApiSecret;
 use tokio::time::Instant;
 
-use self::lookup_rate::{Busy, LookupRateLimiter};
 pub use self::{
     agent_configuration::AgentConfigurations,
     jobs::{AccessAs, AllowedAgent, Environment, Job, JobAgents},
+    location::{GitalyServer, Location, Locations},
     lookup::{AgentInfo, LookupError, LookupPriority, Urgency},
     metrics::{LookupMetrics, LookupOutcome},
+    module::ModuleError,
     proxy_user::{AccessKey, ProxyUser, ProxyUsers, RolesIn, UserAccess},
+};
+use self::{
+    location::LocationAnswer,
+    lookup_rate::{Busy, LookupRateLimiter},
 };
 
 /// The path of 14.1, which later versions support too.
 const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
 /// The path of 14.1 for GitOps.
 const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
+/// The path of 16.1 and later that says whether an agent may know of a project.
+const VERIFY_PROJECT_ACCESS: &str = "/api/v4/internal/kubernetes/verify_project_access";
 /// The current path.
 const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
 /// Has the agent's token in versions that no longer read `Authorization`.
@@ -126,7 +135,7 @@ pub enum Failure {
     Unsigned(#[source] jsonwebtoken::errors::Error),
 }
 
-type Http = legacy::Client<Connector, Full<Bytes>>;
+type Http = legacy::Client<Connector, grpc::Body>;
 /// The head of an answer, and its body if that is complete and not too large.
 type Answered = (response::Parts, Result<Bytes, grpc::BoxError>);
 
@@ -143,9 +152,12 @@ pub struct Client {
     proxy_authorization: Option<HeaderValue>,
     timeout: Duration,
     lookup_rate: Arc<LookupRateLimiter>,
+    /// Of requests of modules, so that they delay no lookup.
+    module_rate: Arc<LookupRateLimiter>,
     /// When the log last had the warning that too many lookups wait.
     warned: Mutex<Option<Instant>>,
     metrics: Arc<LookupMetrics>,
+    locations: Arc<Locations>,
 }
 
 impl std::fmt::Debug for Client {
@@ -177,8 +189,10 @@ impl Client {
             proxy_authorization,
             timeout: config.timeout,
             lookup_rate: LookupRateLimiter::new(config.refill_rate_per_second, config.bucket_size),
+            module_rate: LookupRateLimiter::new(config.refill_rate_per_second, config.bucket_size),
             warned: Mutex::default(),
             metrics,
+            locations: Arc::default(),
         })
     }
 
@@ -195,6 +209,11 @@ impl Client {
         let (connector, _) = connector(&self.agent_info, ca_certificate, proxies)?;
         self.http.store(Arc::new(http(connector)));
         Ok(())
+    }
+
+    /// Returns where Gitaly keeps the repositories of the configuration projects of agents.
+    pub fn locations(&self) -> Arc<Locations> {
+        Arc::clone(&self.locations)
     }
 
     fn headers(&self, token: &[u8], id: HeaderValue) -> Result<HeaderMap, Failure> {
@@ -265,6 +284,29 @@ impl Client {
         Ok(project(&body)?)
     }
 
+    /// Asks whether the agent with this token may know of the project with this full path.
+    ///
+    /// # Errors
+    /// As [`Client::project_info`].
+    pub async fn verify_project_access(&self, token: &[u8], path: &str) -> Result<(), LookupError> {
+        if path.is_empty() || path.len() > LONGEST_PATH {
+            return Err(Failure::Path.into());
+        }
+        self.wait_for_rate(Urgency::UNKNOWN_SOURCE).await?;
+        let id = utf8_percent_encode(path, QUERY);
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = self.endpoint(&format!("{VERIFY_PROJECT_ACCESS}?id={id}"));
+        *request.headers_mut() = self.headers(token, request_id())?;
+        let sent = tokio::time::timeout(self.timeout, self.send(request)).await;
+        let (head, _) = sent.unwrap_or(Err(Failure::Timeout(self.timeout)))?;
+        match head.status {
+            StatusCode::OK | StatusCode::NO_CONTENT => Ok(()),
+            StatusCode::UNAUTHORIZED => Err(LookupError::Unknown),
+            StatusCode::FORBIDDEN => Err(LookupError::Forbidden),
+            other => Err(Failure::Status(other).into()),
+        }
+    }
+
     /// Logs that lookups were refused, at most once in [`WARN_INTERVAL`].
     fn warn_busy(&self, Busy { waiting, most }: Busy) {
         let now = Instant::now();
@@ -331,7 +373,8 @@ impl Client {
     /// Sends a request and reads its answer, whatever its status is.
     async fn send(&self, request: Request<Full<Bytes>>) -> Result<Answered, Failure> {
         // Redirects are not followed, so no other host gets these credentials.
-        let answer = self.http.load().request(request).await.map_err(Failure::Unreachable)?;
+        let answer =
+            self.http.load().request(request.map(grpc::boxed)).await.map_err(Failure::Unreachable)?;
         let (head, body) = answer.into_parts();
         let body = Limited::new(body, LARGEST_ANSWER).collect().await.map(|body| body.to_bytes());
         let is_refused =
@@ -346,7 +389,11 @@ impl Client {
 
     async fn ask(&self, token: &[u8], id: HeaderValue) -> Result<Agent, LookupError> {
         let headers = self.headers(token, id)?;
-        Ok(agent(&self.get(self.agent_info.clone(), headers).await?)?)
+        let (agent, location) = agent(&self.get(self.agent_info.clone(), headers).await?)?;
+        if let Some(location) = location {
+            self.locations.set(agent.project_id, location);
+        }
+        Ok(agent)
     }
 }
 
@@ -439,6 +486,8 @@ struct AgentAnswer {
     project_id: Option<i64>,
     agent_id: Option<i64>,
     agent_name: Option<String>,
+    #[serde(flatten)]
+    location: LocationAnswer,
 }
 
 /// Parses a JSON object. Checks for `{` first, since serde would also accept a list of the values.
@@ -450,9 +499,9 @@ fn object<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
     serde_json::from_slice(body).map_err(|error| Failure::Json { line: error.line(), column: error.column() })
 }
 
-fn agent(body: &[u8]) -> Result<Agent, Failure> {
+fn agent(body: &[u8]) -> Result<(Agent, Option<Location>), Failure> {
     let answer: AgentAnswer = object(body)?;
-    Ok(Agent {
+    let agent = Agent {
         id: AgentId::new(answer.agent_id.unwrap_or_default()).map_err(|_| Failure::Field("agent_id"))?,
         // It becomes part of the paths of configuration files.
         name: answer
@@ -461,7 +510,8 @@ fn agent(body: &[u8]) -> Result<Agent, Failure> {
             .ok_or(Failure::Field("agent_name"))?
             .into(),
         project_id: answer.project_id.filter(|id| *id > 0).ok_or(Failure::Field("project_id"))?,
-    })
+    };
+    Ok((agent, answer.location.read()))
 }
 
 /// A project, according to GitLab.
@@ -471,6 +521,8 @@ pub struct Project {
     pub id: i64,
     /// Its current full path. The requested one may be older. Empty if GitLab does not report it.
     pub path: String,
+    /// Where its repository is; `None`: the answer does not say so.
+    pub location: Option<Location>,
 }
 
 /// The fields of an answer about a project that are used.
@@ -478,20 +530,16 @@ pub struct Project {
 #[serde(default)]
 struct ProjectAnswer {
     project_id: Option<i64>,
-    gitaly_repository: Option<RepositoryAnswer>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RepositoryAnswer {
-    gl_project_path: Option<String>,
+    #[serde(flatten)]
+    location: LocationAnswer,
 }
 
 fn project(body: &[u8]) -> Result<Project, Failure> {
     let answer: ProjectAnswer = object(body)?;
     Ok(Project {
         id: answer.project_id.filter(|id| *id > 0).ok_or(Failure::Field("project_id"))?,
-        path: answer.gitaly_repository.and_then(|repository| repository.gl_project_path).unwrap_or_default(),
+        path: answer.location.project_path().unwrap_or_default().to_owned(),
+        location: answer.location.read(),
     })
 }
 
@@ -506,7 +554,7 @@ pub fn fuzz(bytes: &[u8]) {
     if let Ok(project) = project(bytes) {
         assert!(project.id > 0);
     }
-    if let Ok(agent) = agent(bytes) {
+    if let Ok((agent, _)) = agent(bytes) {
         assert!(agent.id.get() > 0 && agent.project_id > 0);
         assert!(
             !agent.name.is_empty() && !agent.name.contains(['/', '\\', '\0']) && !agent.name.starts_with('.')

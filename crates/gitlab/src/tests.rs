@@ -95,7 +95,9 @@ async fn a_project_is_asked_for_as_14_1_does_byte_by_byte() {
     s.gitlab.have_project("group/sub-group/project_1.x", 9);
     let client = s.client();
     let project = client.project_info(TOKEN.as_bytes(), "group/sub-group/project_1.x").await.unwrap();
-    assert_eq!(project, Project { id: 9, path: "group/sub-group/project_1.x".to_owned() });
+    assert_eq!((project.id, &*project.path), (9, "group/sub-group/project_1.x"));
+    let location = project.location.unwrap();
+    assert_eq!((&*location.server.address, &*location.gl_repository), ("unix:/gitaly", "project-9"));
     let seen = s.only_request();
     seen.check_signature(s.gitlab.secret()).unwrap();
     assert_eq!(seen.method, "GET");

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    sync::Arc,
     time::Duration,
 };
 
@@ -92,34 +91,21 @@ pub(crate) async fn apply(
     let known = known.map(|item| (item.id.clone(), item.path.clone())).collect();
     let mut existing = existing::read(&run.caller, run, known).await?;
 
-    let new_namespaces: BTreeSet<Arc<str>> = items
-        .iter()
-        .filter(|item| item.id.is("", "Namespace"))
-        .filter(|item| matches!(existing.get(&item.id), Some(Existing::Absent)))
-        .map(|item| item.id.name.clone())
-        .collect();
-
     let mut pending: Vec<&Item<'_>> = Vec::new();
     let mut at = 0;
     while at < items.len() {
         let end = at + items[at..].iter().take_while(|item| same_kind(&item.id, &items[at].id)).count();
         let kind = &items[at..end];
         at = end;
-        if let Some(new) = kind.iter().find(|item| item.defined_here) {
-            wait_for_kind(run, new).await?;
+        if kind[0].defined_here {
+            wait_for_kind(run, kind[0]).await?;
             let read = kind.iter().map(|item| (item.id.clone(), item.path.clone())).collect();
             existing.extend(existing::read(&run.caller, run, read).await?);
         }
         let found = &existing;
-        // In a dry run neither a kind nor a namespace of the set is there when an object needs it.
-        let not_there_yet = |item: &Item<'_>| {
-            item.defined_here
-                || (!item.id.namespace.is_empty() && new_namespaces.contains(&item.id.namespace))
-        };
         let results = each(kind.len(), |at| async move {
             let existing = found.get(&kind[at].id).unwrap_or(&Existing::Absent);
-            let unasked = run.project.dry_run != DryRun::None && not_there_yet(kind[at]);
-            apply_one(run, kind[at], existing, unasked).await
+            apply_one(run, kind[at], existing).await
         })
         .await?;
         for (item, record) in kind.iter().copied().zip(results) {
@@ -150,25 +136,14 @@ pub(crate) async fn apply(
     Ok(applied)
 }
 
-/// Applies one object. Returns what is known of it; `None`: it failed, or was not applied in a dry run.
-/// `unasked`: in a dry run, the API server could only refuse it.
-async fn apply_one(
-    run: &Run<'_>,
-    item: &Item<'_>,
-    existing: &Existing,
-    unasked: bool,
-) -> Result<Option<Record>, Outcome> {
+/// Applies one object. Returns what is known of it; `None`: it failed.
+async fn apply_one(run: &Run<'_>, item: &Item<'_>, existing: &Existing) -> Result<Option<Record>, Outcome> {
     let report = |action, health, message| {
         let file = Some(item.place());
         run.report(ObjectReport { id: item.id.clone(), action, health, message, file });
     };
     if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, existing) {
         report(Action::Failed, Health::Unknown, why);
-        return Ok(None);
-    }
-    if unasked {
-        let message = "not asked: its kind or namespace would be created first".to_owned();
-        report(Action::Created, Health::Unknown, message);
         return Ok(None);
     }
     let before = match existing {

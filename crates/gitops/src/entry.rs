@@ -2,18 +2,14 @@
 
 use std::sync::Arc;
 
-use serde_json::json;
-
 use crate::{
-    call::{Call, Caller, Gate, MANAGER},
     diff::{self, Diff, DiffError, DiffOptions},
     drift::{self, Drift},
     engine::{Engine, Sync},
     inventory::Wanted,
     memory::Memory,
     object::Set,
-    path::segment,
-    progress::{Head, InventoryRef, Observer, Outcome, Progress, Report},
+    progress::{Head, Observer, Outcome, Progress, Report},
     project::Project,
     run::Run,
     sync,
@@ -89,48 +85,6 @@ impl Engine {
         run.finish("".into(), outcome)
     }
 
-    /// Writes an Event about an inventory: what people see by `kubectl describe`. `now` is the time of the wall
-    /// in RFC 3339, such as `2021-07-22T10:00:00Z`; `reason` is a word such as `Synced`.
-    ///
-    /// # Errors
-    /// A text for people: the Event was not written. Nothing depends on it.
-    pub async fn record(
-        &self,
-        inventory: &InventoryRef,
-        is_warning: bool,
-        reason: &str,
-        message: &str,
-        now: &str,
-    ) -> Result<(), String> {
-        const LONGEST: usize = 1_024;
-        let message: String = message.chars().take(LONGEST).collect();
-        let namespace = &inventory.namespace;
-        let body = json!({
-            "apiVersion": "v1",
-            "kind": "Event",
-            // A random end: an Event with the same name would be refused.
-            "metadata": {
-                "name": format!("{}.{:016x}", inventory.name, rand::random::<u64>()),
-                "namespace": namespace,
-            },
-            "involvedObject": {
-                "apiVersion": "v1", "kind": "ConfigMap", "namespace": namespace, "name": inventory.name,
-                "uid": inventory.uid,
-            },
-            "type": if is_warning { "Warning" } else { "Normal" },
-            "reason": reason,
-            "message": message,
-            "source": { "component": MANAGER },
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        });
-        let caller = Caller::new(self.api.clone(), self.budget.clone());
-        let target = format!("/api/v1/namespaces/{}/events", segment(namespace));
-        let answer = caller.call(&Open, &Call::post(target, &body)).await?;
-        if answer.is_ok() { Ok(()) } else { Err(answer.words()) }
-    }
-
     /// Returns what a sync of the set would change. Nothing is written.
     ///
     /// # Errors
@@ -139,21 +93,6 @@ impl Engine {
         let wanted = Wanted::new(project, set.template()).map_err(DiffError::Refused)?;
         let run = Run::new(self, project, wanted, None, &ignore);
         Box::pin(diff::diff(&run, set, options)).await
-    }
-}
-
-/// A gate that is always open.
-struct Open;
-
-impl Gate for Open {
-    type End = String;
-
-    fn check(&self) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn unreachable(&self, why: String) -> String {
-        format!("the cluster cannot be reached: {why}")
     }
 }
 

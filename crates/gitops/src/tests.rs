@@ -11,8 +11,8 @@ use fake::{Clock, Repository, Server, Wire};
 use parking_lot::Mutex;
 
 use crate::{
-    Action, Budget, ClusterApi, Engine, ID_LABEL, Memory, Outcome, Progress, Project, PruneWhen, Report,
-    Scope, Sync,
+    Action, Budget, ClusterApi, Engine, Memory, Outcome, Progress, Project, PruneWhen, Report, Scope, Sync,
+    inventory::ID_LABEL,
 };
 
 /// A namespace, a kind with an object, and some others.

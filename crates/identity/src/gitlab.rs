@@ -106,6 +106,26 @@ impl GitLabIdentity {
     }
 }
 
+impl GitLabIdentity {
+    /// Asks GitLab again about one connected agent of this configuration project, unless that is already
+    /// being done: what the last answer says beside the agent, such as a token of Gitaly, is no longer valid.
+    pub fn renew(&self, project_id: i64) {
+        let mut state = self.shared.state.lock();
+        let is_of_project = |session: &Arc<Session>| {
+            session.agent.load().as_ref().is_some_and(|agent| agent.project_id == project_id)
+        };
+        let mut of_project = state
+            .tokens
+            .values()
+            .filter_map(|entry| Some((entry.open_session().filter(is_of_project)?, entry.lookup.is_some())));
+        let Some((session, is_asking)) = of_project.next() else { return };
+        drop(of_project);
+        if !is_asking {
+            self.shared.look_up(&mut state, session, Urgency::Renewal, None);
+        }
+    }
+}
+
 impl fmt::Debug for GitLabIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GitLabIdentity")

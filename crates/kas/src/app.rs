@@ -1,6 +1,7 @@
 //! Builds a replica from a configuration. [`Kas::bind`] binds every port, [`Kas::run`] serves until it is
 //! shut down. Implementations of traits are chosen only here.
 
+mod git;
 mod kubernetes;
 mod part;
 mod reload;
@@ -41,6 +42,7 @@ use settings::secret::ApiSecret;
 use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
 use self::{
+    git::{FromGitLab, Git},
     part::{Part, Parts},
     reload::{Reloader, SecretUsers},
 };
@@ -50,12 +52,14 @@ use crate::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
         api::ApiListener,
+        gitlab_access::GitlabAccess,
         private::PrivateListener,
         registration::Registration,
     },
     own_certificate,
     page::{Page, PageMetrics, Source},
     preflight,
+    pushes::Pushes,
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
     sync::{self, HeldAgents, LocalSources, SyncService, TunnelClusters},
@@ -130,6 +134,9 @@ pub enum StartError {
     /// The client for GitLab cannot be created.
     #[error("cannot create the client for GitLab")]
     GitLab(#[source] gitlab::Error),
+    /// The certificates for Gitaly cannot be used any more, although they have just been checked.
+    #[error("gitaly.ca_certificate_file cannot be used")]
+    Gitaly(#[source] tls::Error),
     /// The secret for GitLab was not loaded.
     #[error("gitlab.authentication_secret_file was not read")]
     NoSecret,
@@ -256,7 +263,7 @@ async fn open_identity(
     secret: Option<&ApiSecret>,
     registry: &mut Registry,
     reloader: &mut Reloader,
-) -> Result<(Arc<dyn Identity>, Option<Arc<gitlab::Client>>), StartError> {
+) -> Result<(Arc<dyn Identity>, Option<FromGitLab>), StartError> {
     // Registered without GitLab too, so that the families always exist.
     let lookups = Arc::new(gitlab::LookupMetrics::new(registry));
     let cache = Arc::new(CacheMetrics::new(registry));
@@ -280,7 +287,8 @@ async fn open_identity(
             };
             tracing::info!(address = %gitlab.address, "agents are authenticated by GitLab");
             let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, lookups, cache);
-            Ok((Arc::new(identity), Some(client)))
+            let identity = Arc::new(identity);
+            Ok((Arc::clone(&identity) as _, Some(FromGitLab { client, identity })))
         }
         // Does not happen: secrets were loaded for this configuration.
         (kas_config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
@@ -361,6 +369,8 @@ impl Kas {
         let mut reloader = Reloader::new(Certificates::new(certificates));
         let (identity, gitlab) =
             open_identity(&config, secrets.gitlab.as_ref(), &mut registry, &mut reloader).await?;
+        let git = Git::new(&config, gitlab.as_ref(), &mut registry, &mut reloader)?;
+        let gitlab = gitlab.map(|gitlab| gitlab.client);
         let agent_tls =
             reloader.listener("agent", &config.agent.listen.listen, config.agent.listen.websocket)?;
         let api_tls = reloader.listener("api", &config.api.listen.listen, false)?;
@@ -445,7 +455,8 @@ impl Kas {
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         ));
         let reported = gitlab.clone().map(|gitlab| gitlab as Arc<dyn gitlab::AgentConfigurations>);
-        let configs = AgentConfigs::new(&config.agent.configuration, reported);
+        let configs = AgentConfigs::new(&config.agent.configuration, &git.repositories, reported);
+        let pushes = Pushes::new(Arc::clone(&git.repositories), Arc::clone(&configs));
         let audit = match &config.observability.audit {
             None => None,
             Some(audit) => {
@@ -526,11 +537,25 @@ impl Kas {
             Arc::clone(&router),
             Arc::clone(&tracker),
             Arc::clone(&refusals),
-            Arc::clone(&configs),
+            Arc::clone(&pushes),
+            git.gitaly.clone(),
             lifecycle.watch(),
             Arc::clone(&observer),
             config.limits.attempts,
             Arc::clone(&sync),
+        );
+        let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
+        if let Some(gitlab) = &gitlab {
+            parts.add(Part::default().service(Arc::new(GitlabAccess::new(Arc::clone(gitlab)))));
+        }
+        if let Some(flux) = git.flux(&pushes, lifecycle.watch()) {
+            parts.add(Part::default().service(flux));
+        }
+        parts.add(
+            Part::default()
+                .service(git.manifests(&config, lifecycle.watch()))
+                .task(Arc::clone(&git.repositories).run())
+                .task(Arc::clone(&pushes).tell(Arc::clone(&tracker), peers)),
         );
         let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
         if let (Some(mesh), Some(listener), Some(private_api)) =
@@ -539,6 +564,7 @@ impl Kas {
             let mut services =
                 Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             services.push(sync.for_replicas());
+            services.push(pushes.service());
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),

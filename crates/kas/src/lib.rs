@@ -12,6 +12,7 @@ pub mod own_certificate;
 pub mod page;
 pub mod pods;
 pub mod preflight;
+pub mod pushes;
 pub mod registrar;
 pub mod replicas;
 pub mod sync;

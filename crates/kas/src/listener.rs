@@ -2,6 +2,9 @@
 
 pub mod agent;
 pub mod api;
+pub mod flux;
+pub mod gitlab_access;
+pub mod manifests;
 pub mod private;
 pub mod registration;
 

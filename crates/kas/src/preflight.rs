@@ -308,6 +308,9 @@ fn identity(config: &Config, findings: &mut Findings) {
             if let Err(error) = tls::client(gitlab.ca_certificate.as_deref()) {
                 findings.unusable("gitlab.ca_certificate_file".to_owned(), &error, "certificates in PEM");
             }
+            if let Err(error) = tls::client(config.gitaly.ca_certificate.as_deref()) {
+                findings.unusable("gitaly.ca_certificate_file".to_owned(), &error, "certificates in PEM");
+            }
             let host = gitlab.address.host().unwrap_or_default();
             if gitlab.address.scheme_str() == Some("http") && !is_loopback(host) {
                 findings.warning(

@@ -117,6 +117,18 @@ pub trait Repository: fmt::Debug + Send + Sync + 'static {
         Ok(self.resolve(revision).await?.map_or(Fingerprint::Absent, Fingerprint::Commit))
     }
 
+    /// As [`fingerprint`](Self::fingerprint) for several files. The result has the order of `paths`.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn fingerprints(&self, revision: &Revision, paths: &[RepoPath]) -> Vec<Result<Fingerprint, Error>> {
+        let mut fingerprints = Vec::with_capacity(paths.len());
+        for path in paths {
+            fingerprints.push(self.fingerprint(revision, path).await);
+        }
+        fingerprints
+    }
+
     /// Reads one file as it is now at `revision`, of at most `limit` bytes.
     ///
     /// # Errors

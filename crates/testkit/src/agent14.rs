@@ -13,6 +13,11 @@ use proto::gitlab::agent::{
     agent_configuration::rpc::{
         ConfigurationRequest, ConfigurationResponse, agent_configuration_client::AgentConfigurationClient,
     },
+    flux::rpc::{
+        Project, ReconcileProjectsRequest, ReconcileProjectsResponse, git_lab_flux_client::GitLabFluxClient,
+    },
+    gitops::rpc::{ObjectsToSynchronizeRequest, ObjectsToSynchronizeResponse, gitops_client::GitopsClient},
+    grpctool,
     modshared::AgentMeta,
     reverse_tunnel::rpc::{
         ConnectRequest, ConnectResponse, Descriptor, connect_request, connect_response,
@@ -142,6 +147,49 @@ impl Agent14 {
         &mut self,
     ) -> Result<Option<ConfigurationResponse>, tonic::Status> {
         self.configuration.message().await
+    }
+
+    /// Asks for manifests. 14.1 asks again after each end.
+    ///
+    /// # Errors
+    /// When kas refuses that.
+    pub async fn objects(
+        &self,
+        request: ObjectsToSynchronizeRequest,
+    ) -> Result<Streaming<ObjectsToSynchronizeResponse>, tonic::Status> {
+        let mut client = GitopsClient::new(self.channel.clone())
+            .accept_compressed(CompressionEncoding::Gzip)
+            .send_compressed(CompressionEncoding::Gzip);
+        let answer = client.get_objects_to_synchronize(authorized(request, &self.token)).await?;
+        Ok(answer.into_inner())
+    }
+
+    /// Follows projects, as agents of 16.1 and later with Flux do.
+    ///
+    /// # Errors
+    /// When kas refuses that.
+    pub async fn reconcile(
+        &self,
+        projects: &[&str],
+    ) -> Result<Streaming<ReconcileProjectsResponse>, tonic::Status> {
+        let project = projects.iter().map(|path| Project { id: (*path).to_owned() }).collect();
+        let mut client = GitLabFluxClient::new(self.channel.clone());
+        let request = authorized(ReconcileProjectsRequest { project }, &self.token);
+        Ok(client.reconcile_projects(request).await?.into_inner())
+    }
+
+    /// Sends a request of a module to GitLab.
+    ///
+    /// # Errors
+    /// When kas refuses that.
+    pub async fn module(
+        &self,
+        messages: Vec<grpctool::HttpRequest>,
+    ) -> Result<Streaming<grpctool::HttpResponse>, tonic::Status> {
+        let mut client =
+            GitlabAccessClient::new(self.channel.clone()).send_compressed(CompressionEncoding::Gzip);
+        let messages = authorized(futures_util::stream::iter(messages), &self.token);
+        Ok(client.make_request(messages).await?.into_inner())
     }
 
     /// Reopens the configuration stream with the known `commit`.

@@ -38,6 +38,10 @@ pub const AGENT_INFO: &str = "/api/v4/internal/kubernetes/agent_info";
 pub const PROJECT_INFO: &str = "/api/v4/internal/kubernetes/project_info";
 /// The current path.
 pub const AGENT_INFO_TODAY: &str = "/api/v4/internal/agents/agentk/agent_info";
+/// The path that answers whether an agent may know of a project.
+pub const VERIFY_PROJECT_ACCESS: &str = "/api/v4/internal/kubernetes/verify_project_access";
+/// The paths of modules of agents begin with this. The answer repeats the body.
+pub const MODULES: &str = "/api/v4/internal/kubernetes/modules/";
 /// The path that answers whether a user may use an agent.
 pub const AUTHORIZE_PROXY_USER: &str = "/api/v4/internal/kubernetes/authorize_proxy_user";
 /// The path that answers which agents a CI job may use.
@@ -184,6 +188,8 @@ struct Knowledge {
     users: HashMap<String, Value>,
     /// Answers about CI jobs, by their tokens.
     jobs: HashMap<String, Value>,
+    /// What it says of its Gitaly.
+    gitaly: Value,
     reply: Option<Reply>,
 }
 
@@ -257,6 +263,11 @@ impl GitLab {
             forbidden: Vec::new(),
             users: HashMap::new(),
             jobs: HashMap::new(),
+            gitaly: json!({
+                "address": "unix:/gitaly",
+                "token": "gitaly-secret",
+                "features": { "gitaly-feature-a": "true" },
+            }),
             reply: None,
         };
         let shared = Arc::new(Shared {
@@ -338,16 +349,15 @@ impl GitLab {
 
     /// Adds an agent, or replaces that of the token.
     pub fn know(&self, token: &str, id: i64, name: &str, project: i64) {
-        // The whole response of GitLab, of which kas uses the first three fields.
+        // The whole response of GitLab, except what it says of its Gitaly.
         let info = json!({
             "project_id": project,
             "agent_id": id,
             "agent_name": name,
-            "gitaly_info": { "address": "unix:/gitaly", "token": "gitaly-secret", "features": { "a": "true" } },
             "gitaly_repository": {
                 "storage_name": "default",
-                "relative_path": "@hashed/1.git",
-                "gl_repository": "project-1",
+                "relative_path": relative_path(project),
+                "gl_repository": format!("project-{project}"),
                 "gl_project_path": "group/project",
             },
         });
@@ -359,6 +369,17 @@ impl GitLab {
     /// Adds a project, for every agent.
     pub fn have_project(&self, path: &str, id: i64) {
         self.shared.knowledge().projects.insert(path.to_owned(), id);
+    }
+
+    /// Withdraws a project from every agent.
+    pub fn hide_project(&self, path: &str) {
+        self.shared.knowledge().projects.remove(path);
+    }
+
+    /// Names this Gitaly from now on. The repository of a project is at [`relative_path`].
+    pub fn have_gitaly(&self, address: &str, token: &str) {
+        let features = json!({ "gitaly-feature-a": "true" });
+        self.shared.knowledge().gitaly = json!({ "address": address, "token": token, "features": features });
     }
 
     /// Adds a user by a personal access token or the value of a session cookie, with GitLab's whole answer
@@ -414,6 +435,11 @@ impl GitLab {
             soon(&format!("GitLab was asked {times} times"), seen.wait_for(|seen| seen.len() >= times)).await;
         all.expect("the sender lives as long as this").clone()
     }
+}
+
+/// Returns where the repository of a project is in the storage `default` of its Gitaly.
+pub fn relative_path(project: i64) -> String {
+    format!("@hashed/{project}.git")
 }
 
 async fn accepted(stream: TcpStream, shared: Arc<Shared>) {
@@ -534,9 +560,13 @@ impl Knowledge {
             };
         }
         let project = path == PROJECT_INFO;
+        let verify = path == VERIFY_PROJECT_ACCESS;
+        let module = path.starts_with(MODULES);
         let posts = [AUTHORIZE_PROXY_USER, USAGE_METRICS, AGENT_CONFIGURATION].contains(&path);
         if !posts
             && !project
+            && !verify
+            && !module
             && path != AGENT_INFO
             && (path != AGENT_INFO_TODAY || self.release == Release::V14)
         {
@@ -554,23 +584,31 @@ impl Knowledge {
             return Reply::status("403 Forbidden");
         }
         match self.agents.get(token) {
-            Some(_) if project => {
+            Some(_) if module => {
+                Reply::new("201 Created", "text/plain", &String::from_utf8_lossy(&seen.body))
+            }
+            Some(info) => {
                 // No name of a test has anything else that needs an escape.
                 let path = query.strip_prefix("id=").unwrap_or_default().replace("%2F", "/");
-                let Some(id) = self.projects.get(&path) else { return Reply::status("404 Not Found") };
-                let info = json!({
-                    "project_id": id,
-                    "gitaly_info": { "address": "unix:/gitaly", "token": "gitaly-secret", "features": {} },
-                    "gitaly_repository": {
-                        "storage_name": "default",
-                        "relative_path": "@hashed/2.git",
-                        "gl_repository": format!("project-{id}"),
-                        "gl_project_path": path,
-                    },
-                });
+                let mut info = info.clone();
+                if project || verify {
+                    let Some(id) = self.projects.get(&path) else { return Reply::status("404 Not Found") };
+                    if verify {
+                        return Reply::Bytes(b"HTTP/1.1 204 No Content\r\n\r\n".to_vec());
+                    }
+                    info = json!({
+                        "project_id": id,
+                        "gitaly_repository": {
+                            "storage_name": "default",
+                            "relative_path": relative_path(*id),
+                            "gl_repository": format!("project-{id}"),
+                            "gl_project_path": path,
+                        },
+                    });
+                }
+                info["gitaly_info"] = self.gitaly.clone();
                 Reply::new("200 OK", "application/json", &info.to_string())
             }
-            Some(info) => Reply::new("200 OK", "application/json", &info.to_string()),
             None => Reply::status("401 Unauthorized"),
         }
     }

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    CallError, ClusterApi, Head, ID_LABEL, Set, Stop, Unresolved,
+    CallError, ClusterApi, Head, Set, Stop, Unresolved,
     decode::{File, Limits, decode},
     inventory,
 };
@@ -160,7 +160,8 @@ impl Server {
     pub(super) fn inventory(&self, id: &str) -> BTreeSet<String> {
         let state = self.state.lock();
         let objects = state.objects.values();
-        let mut inventories = objects.filter(|object| object["metadata"]["labels"][ID_LABEL] == id);
+        let mut inventories =
+            objects.filter(|object| object["metadata"]["labels"][inventory::ID_LABEL] == id);
         let found = inventories.next().map(|object| object["data"].clone()).unwrap_or_default();
         found.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
     }

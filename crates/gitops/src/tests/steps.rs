@@ -541,18 +541,6 @@ async fn dry_runs_write_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dry_run_of_the_first_sync_asks_for_nothing_that_is_not_there_yet() {
-    let mut world = World::new(FIRST);
-    world.project.dry_run = DryRun::Server;
-    let report = world.synced().await;
-    assert!(report.objects.iter().all(|object| object.action == Action::Created), "{report:#?}");
-    assert_eq!(done(&report, "w").1, "not asked: its kind or namespace would be created first");
-    let written = world.server.log().into_iter().filter(|entry| entry.method != "GET");
-    assert!(written.into_iter().all(|entry| entry.target.contains("dryRun=All")));
-    assert_eq!(world.server.paths().len(), 1);
-}
-
-#[tokio::test(start_paused = true)]
 async fn drift_is_found_and_only_that_is_applied_again() {
     let mut world = World::new(&(FIRST.to_owned() + &config_map("c") + &config_map("d")));
     world.synced().await;

@@ -400,3 +400,22 @@ fn debug_shows_no_token() {
     let session = Session::new(TokenHash::of(b"hunter2"), b"hunter2", Some(Arc::new(agent(1))));
     assert!(!format!("{:?}", session.authenticated(Arc::new(agent(1)))).contains("hunter2"));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_connected_agent_of_a_project_is_renewed_on_request() {
+    let s = Setup::silent(TIMES, &[found]);
+    s.answer();
+    let connected = s.authenticate().await.unwrap();
+    for project in [8, 7, 7] {
+        s.identity.renew(project);
+    }
+    pass(Duration::from_millis(1)).await;
+    assert_eq!((s.asked(), s.gitlab.urgent.load(Ordering::Relaxed)), (2, 1), "once, for its project");
+    s.identity.renew(7);
+    pass(Duration::from_millis(1)).await;
+    assert_eq!(s.asked(), 3);
+    drop(connected);
+    s.identity.renew(7);
+    pass(Duration::from_millis(1)).await;
+    assert_eq!(s.asked(), 3, "nobody is connected");
+}

@@ -94,6 +94,20 @@ impl Reloader {
         }));
     }
 
+    /// Reloads the CA certificates for Gitaly.
+    pub(super) fn gitaly(
+        &mut self,
+        gitaly: &kas_config::Gitaly,
+        before: Snapshot,
+        live: tls::Live<rustls::ClientConfig>,
+    ) {
+        let Some(file) = gitaly.ca_certificate.clone() else { return };
+        self.all.push(before.then("gitaly.ca_certificate_file", move || {
+            live.replace(tls::client(Some(&file)).map_err(|error| process::error::chain(&error))?);
+            Ok("reloaded: new connections to Gitaly use the new certificates".to_owned())
+        }));
+    }
+
     /// Reloads the passwords, certificates and CA certificates for Redis.
     pub(super) fn redis(
         &mut self,

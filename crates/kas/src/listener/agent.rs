@@ -20,7 +20,7 @@ use std::{
 use agent_config::AgentConfigs;
 use cluster::Tracker;
 use grpc::{Code, Status};
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use identity::Identity;
 use ids::{AgentId, ConnectionId};
@@ -31,7 +31,7 @@ use tunnel::kas_end::{AgentKind, Retire, TunnelPool};
 use self::transport::Transport;
 pub use self::{
     metrics::AgentMetrics,
-    service::{AgentCall, AgentService, CallContext, ServiceAnswer, one},
+    service::{AgentCall, AgentService, Answered, CallContext, ServiceAnswer, one},
 };
 use crate::registrar::Registrar;
 use kas_config::Attempts;
@@ -406,7 +406,13 @@ async fn serve(
         service.call(path, call).await
     };
     match answer.await {
-        Ok(body) => transport.accepted(&correlation, body),
+        Ok(Answered { body, is_gzip }) => {
+            let mut response = transport.accepted(&correlation, body);
+            if is_gzip {
+                response.headers_mut().insert("grpc-encoding", HeaderValue::from_static("gzip"));
+            }
+            response
+        }
         Err(status) => failed(&status, &correlation),
     }
 }

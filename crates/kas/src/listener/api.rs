@@ -7,7 +7,6 @@ use std::{
     task::{Context, Poll},
 };
 
-use agent_config::AgentConfigs;
 use arc_swap::ArcSwap;
 use cluster::Tracker;
 use grpc::{BoxError, Code, Deadline, InflateBody, Status};
@@ -33,6 +32,7 @@ use routing::{
 };
 
 use super::{failed, not_grpc, too_large};
+use crate::pushes::Pushes;
 use crate::sync::SyncService;
 
 mod services;
@@ -70,13 +70,14 @@ impl ApiListener {
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
         refusals: Arc<Refusals>,
-        configs: Arc<AgentConfigs>,
+        pushes: Arc<Pushes>,
+        gitaly: Option<Arc<gitaly::Client>>,
         phase: tokio::sync::watch::Receiver<process::lifecycle::Phase>,
         observer: Arc<Observer>,
         attempts: Attempts,
         sync: Arc<SyncService>,
     ) -> Arc<Self> {
-        let services = services::Services::new(Arc::clone(&router), tracker, configs, phase, sync);
+        let services = services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 

@@ -25,9 +25,9 @@ impl AgentService for Registration {
 
     fn call(self: Arc<Self>, path: &str, call: AgentCall) -> ServiceAnswer {
         if path == REGISTER {
-            Box::pin(async move { self.register(call).await })
+            Box::pin(async move { Ok(self.register(call).await?.into()) })
         } else {
-            Box::pin(async move { self.unregister(call).await })
+            Box::pin(async move { Ok(self.unregister(call).await?.into()) })
         }
     }
 }

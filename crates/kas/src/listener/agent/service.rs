@@ -18,8 +18,28 @@ pub(super) const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 /// The largest request of a call with a single request, in bytes.
 const MAX_REQUEST: usize = 64 * 1024;
 
-/// The answer of an [`AgentService`]: a body of gRPC frames that ends with its own trailers, or a status.
-pub type ServiceAnswer = Pin<Box<dyn Future<Output = Result<Body, Status>> + Send>>;
+/// The answer of an [`AgentService`], or a status.
+pub type ServiceAnswer = Pin<Box<dyn Future<Output = Result<Answered, Status>> + Send>>;
+
+/// A body of gRPC frames that ends with its own trailers.
+pub struct Answered {
+    /// The body.
+    pub body: Body,
+    /// Whether messages in it may be compressed with gzip.
+    pub is_gzip: bool,
+}
+
+impl std::fmt::Debug for Answered {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Answered").field("is_gzip", &self.is_gzip).finish_non_exhaustive()
+    }
+}
+
+impl From<Body> for Answered {
+    fn from(body: Body) -> Self {
+        Self { body, is_gzip: false }
+    }
+}
 
 /// A service that agents call.
 ///
@@ -61,6 +81,17 @@ impl AgentCall {
         Ok(Self { authenticated, headers, body, gzip, transport })
     }
 
+    /// Returns the messages of a call with several, decompressed. Each has at most `limit` bytes.
+    ///
+    /// # Errors
+    /// The status to answer with.
+    pub fn messages(self, limit: usize) -> Result<(CallContext, MessageReader<Incoming>), Status> {
+        let Self { authenticated, body, gzip, transport, .. } = self;
+        transport.check_rate(&authenticated)?;
+        let messages = MessageReader::new(body, limit).with_gzip(gzip);
+        Ok((CallContext { authenticated, transport }, messages))
+    }
+
     /// Reads the single request of the call, which must come within 10 s and have at most 64 KiB.
     ///
     /// # Errors
@@ -100,6 +131,23 @@ impl CallContext {
     /// `UNAUTHENTICATED` if the token is no longer valid.
     pub async fn recheck(&self) -> Result<(), Status> {
         self.transport.still_valid(&self.authenticated).await
+    }
+
+    /// Waits until the agent may not be connected any more. Returns the status to end with.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn revoked(&self) -> Status {
+        let mut changes = self.transport.listener.identity.changes();
+        loop {
+            changes.borrow_and_update();
+            if let Err(status) = self.recheck().await {
+                return status;
+            }
+            if changes.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
     }
 
     /// Binds the streams of the agent on this connection to a process that registered on it.

@@ -1,5 +1,6 @@
 //! The services that kas itself serves: connected agents, pods, health, reflection.
 
+mod configuration_project;
 mod current_gitlab;
 
 use std::{
@@ -9,7 +10,6 @@ use std::{
     time::Duration,
 };
 
-use agent_config::AgentConfigs;
 use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
 use futures_util::stream::{self, Stream};
 use grpc::Deadline;
@@ -27,6 +27,7 @@ use proto::{
             agent_tracker_server::{AgentTracker, AgentTrackerServer},
             get_connected_agents_request,
         },
+        configuration_project::rpc::configuration_project_server::ConfigurationProjectServer,
         notifications::rpc::notifications_server::NotificationsServer,
         server_info::rpc::server_info_server::ServerInfoServer,
     },
@@ -48,6 +49,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     pods::{self, Asked, PodQuery},
+    pushes::Pushes,
     registrar,
     sync::{MAX_QUESTION, SyncService},
 };
@@ -68,11 +70,12 @@ impl Services {
     pub(super) fn new(
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
-        configs: Arc<AgentConfigs>,
+        pushes: Arc<Pushes>,
+        gitaly: Option<Arc<gitaly::Client>>,
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
     ) -> Self {
-        let api = Api { router, tracker, configs, phase: phase.clone(), sync };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -81,6 +84,7 @@ impl Services {
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
                 .with_service_name("kas.api.v1.KasApi")
                 .with_service_name("gitlab.agent.agent_tracker.rpc.AgentTracker")
+                .with_service_name("gitlab.agent.configuration_project.rpc.ConfigurationProject")
                 .with_service_name("gitlab.agent.kubernetes_api.rpc.KubernetesApi")
                 .with_service_name("gitlab.agent.notifications.rpc.Notifications")
                 .with_service_name("gitlab.agent.server_info.rpc.ServerInfo")
@@ -91,7 +95,8 @@ impl Services {
             local_service(KasApiServer::new(api.clone()).max_decoding_message_size(MAX_QUESTION)),
             local_service(AgentTrackerServer::new(api.clone())),
             local_service(ServerInfoServer::new(api.clone())),
-            local_service(NotificationsServer::new(api)),
+            local_service(NotificationsServer::new(api.clone())),
+            local_service(ConfigurationProjectServer::new(api)),
             local_service(health),
         ];
         // The descriptors are compiled in. A test checks that they are readable.
@@ -121,7 +126,9 @@ async fn report_health(reporter: tonic_health::server::HealthReporter, mut phase
 pub(super) struct Api {
     router: Arc<Router>,
     pub(super) tracker: Arc<dyn Tracker>,
-    pub(super) configs: Arc<AgentConfigs>,
+    pub(super) pushes: Arc<Pushes>,
+    /// `None`: agents are not known from GitLab.
+    pub(super) gitaly: Option<Arc<gitaly::Client>>,
     phase: watch::Receiver<Phase>,
     sync: Arc<SyncService>,
 }

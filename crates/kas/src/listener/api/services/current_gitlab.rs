@@ -32,6 +32,7 @@ use proto::gitlab::agent::{
 };
 
 use super::{Api, connected, invalid, timestamp};
+use crate::pushes::Push;
 
 /// The most agents in one request. GitLab sends those of one page.
 const MOST: usize = 10_000;
@@ -116,8 +117,7 @@ impl ServerInfo for Api {
 
 #[tonic::async_trait]
 impl Notifications for Api {
-    /// Rereads the files of agents, which may have changed. Other replicas are not informed, since they check
-    /// their files several times a second.
+    /// Checks the repository of the project, which may have a new commit, here and on the other replicas.
     async fn git_push_event(
         &self,
         request: tonic::Request<GitPushEventRequest>,
@@ -131,7 +131,7 @@ impl Notifications for Api {
         if project.full_path.is_empty() {
             return Err(invalid("invalid Project.FullPath: value length must be at least 1 bytes"));
         }
-        self.configs.look_now();
+        self.pushes.reported(Push { project: project.id, full_path: project.full_path.into() });
         Ok(tonic::Response::new(GitPushEventResponse {}))
     }
 }

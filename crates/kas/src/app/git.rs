@@ -1,0 +1,119 @@
+//! Builds what reads repositories: the client of Gitaly, the repositories that agents need, and the service
+//! for their manifests.
+
+use std::{sync::Arc, time::Duration};
+
+use git_sources::{
+    AskAgain, GitLabProjects, Repositories,
+    access::{Access, ReadProject, Times, VerifyProject},
+};
+use http::HeaderValue;
+use identity::gitlab::GitLabIdentity;
+use net::tls::{self, Live};
+use process::{files::Snapshot, lifecycle::Phase, version};
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+
+use super::{StartError, reload::Reloader};
+use crate::{
+    listener::{flux::Flux, manifests::Manifests},
+    pushes::Pushes,
+};
+use kas_config::Config;
+
+/// Calls to one server that have not ended, at most.
+const IN_FLIGHT: u32 = 16;
+
+/// How long it is cached whether an agent may know of a project, for Flux.
+const FLUX: Times = Times {
+    ttl: Duration::from_secs(300),
+    error_ttl: Duration::from_secs(60),
+    without_cache: Duration::from_secs(300),
+};
+
+/// What reads repositories.
+pub(super) struct Git {
+    pub(super) repositories: Arc<Repositories>,
+    /// `None`: agents are not known from GitLab.
+    pub(super) gitaly: Option<Arc<gitaly::Client>>,
+    access: Option<Arc<Access<ReadProject>>>,
+    known: Option<Arc<Access<VerifyProject>>>,
+}
+
+/// GitLab, and its agents.
+pub(super) struct FromGitLab {
+    pub(super) client: Arc<gitlab::Client>,
+    pub(super) identity: Arc<GitLabIdentity>,
+}
+
+/// Renews a connected agent of a project.
+struct Renew(Arc<GitLabIdentity>);
+
+impl AskAgain for Renew {
+    fn ask_again(&self, project: i64) {
+        self.0.renew(project);
+    }
+}
+
+impl Git {
+    /// Nothing is called yet.
+    pub(super) fn new(
+        config: &Config,
+        gitlab: Option<&FromGitLab>,
+        registry: &mut Registry,
+        reloader: &mut Reloader,
+    ) -> Result<Self, StartError> {
+        // Registered without GitLab too, so that the families always exist.
+        let metrics = Arc::new(gitaly::GitalyMetrics::new(registry));
+        let section = &config.gitaly;
+        let calls_per_second = section.all.0;
+        let Some(FromGitLab { client, identity }) = gitlab else {
+            let repositories = Repositories::new(None, &config.repositories, calls_per_second);
+            return Ok(Self { repositories, gitaly: None, access: None, known: None });
+        };
+        let file = section.ca_certificate.as_deref();
+        let before = Snapshot::reading(section.ca_certificate.iter().cloned().collect());
+        let tls = Live::from(tls::client(file).map_err(StartError::Gitaly)?);
+        reloader.gitaly(section, before, tls.clone());
+        let user_agent = format!("gitlab-kas/{}/{}", version::VERSION, version::COMMIT);
+        let rate = |(per_second, burst): (f64, u32)| gitaly::Rate { per_second, burst };
+        let settings = gitaly::Settings {
+            user_agent: user_agent.parse().unwrap_or(HeaderValue::from_static("gitlab-kas")),
+            client_name: HeaderValue::from_static("gitlab-kas"),
+            tls,
+            limits: gitaly::Limits {
+                all: rate(section.all),
+                per_server: rate(section.per_server),
+                in_flight_per_server: IN_FLIGHT,
+            },
+        };
+        let gitaly = gitaly::Client::new(settings, metrics);
+        let renew = Arc::new(Renew(Arc::clone(identity)));
+        let projects = GitLabProjects::new(Arc::clone(&gitaly), client.locations(), renew);
+        let gitops = &config.agent.gitops;
+        let times = Times {
+            ttl: gitops.project_info_cache_ttl,
+            error_ttl: gitops.project_info_cache_error_ttl,
+            without_cache: gitops.poll_period,
+        };
+        let access = Access::new(ReadProject(Arc::clone(client)), times);
+        let known = Access::new(VerifyProject(Arc::clone(client)), FLUX);
+        Ok(Self {
+            repositories: Repositories::new(Some(Arc::new(projects)), &config.repositories, calls_per_second),
+            gitaly: Some(gitaly),
+            access: Some(Arc::new(access)),
+            known: Some(Arc::new(known)),
+        })
+    }
+
+    /// Returns the service for Flux; `None`: there is no GitLab that reports pushes.
+    pub(super) fn flux(&self, pushes: &Arc<Pushes>, phase: watch::Receiver<Phase>) -> Option<Arc<Flux>> {
+        Some(Arc::new(Flux::new(Arc::clone(pushes), Arc::clone(self.known.as_ref()?), phase)))
+    }
+
+    /// Returns the service for the manifests of agents.
+    pub(super) fn manifests(&self, config: &Config, phase: watch::Receiver<Phase>) -> Arc<Manifests> {
+        let repositories = Arc::clone(&self.repositories);
+        Arc::new(Manifests::new(repositories, self.access.clone(), config.agent.gitops.clone(), phase))
+    }
+}
