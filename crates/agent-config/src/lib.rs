@@ -179,13 +179,14 @@ impl AgentConfigs {
             project: agent.project_id,
             fingerprint: None,
             current: None,
+            good: None,
             is_failing: false,
             streams: Vec::new(),
             unconfirmed: Vec::new(),
         });
         if entry.name != agent.name || entry.project != agent.project_id {
             // What was read is of another file.
-            (entry.fingerprint, entry.current) = (None, None);
+            (entry.fingerprint, entry.current, entry.good) = (None, None, None);
             (entry.name, entry.project) = (Arc::clone(&agent.name), agent.project_id);
         }
         // Another replica may have sent a newer commit than this one knows. The repository is checked first,
@@ -215,7 +216,7 @@ impl AgentConfigs {
 
     /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
     pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
-        self.watched().get(&agent.name)?.good.clone()
+        self.watched().get(&agent.id)?.good.clone()
     }
 
     /// Checks files on this host now instead of at the next interval, because a notice says that they have

@@ -1,5 +1,7 @@
 //! Reports of configurations to GitLab.
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use gitlab::{Failure, LookupError};
 use http::StatusCode;

@@ -300,11 +300,13 @@ impl Repositories {
                 }
             };
             let moved = async {
-                match &mut moved {
-                    // The sender lives as long as the projects.
-                    Some(moved) if moved.changed().await.is_ok() => {}
-                    _ => std::future::pending().await,
+                // The sender lives as long as the projects.
+                if let Some(moved) = &mut moved
+                    && moved.changed().await.is_ok()
+                {
+                    return;
                 }
+                std::future::pending().await
             };
             tokio::select! {
                 () = next_due, if checks.len() < MOST_CHECKS => {}

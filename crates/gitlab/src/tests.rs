@@ -240,7 +240,7 @@ async fn a_failed_project_lookup_has_the_reason() {
     assert!(ask(TOKEN, &"a".repeat(LONGEST_PATH)).await.is_ok());
     let json = |body: &str| Reply::new("200 OK", "application/json", body);
     s.gitlab.reply(json(r#"{"project_id":3,"new":1}"#));
-    assert_eq!(ask(TOKEN, "a/b").await.unwrap(), Project { id: 3, path: String::new() });
+    assert_eq!(ask(TOKEN, "a/b").await.unwrap(), Project { id: 3, path: String::new(), location: None });
     s.gitlab.reply(json(r#"{"project_id":0}"#));
     assert!(matches!(ask(TOKEN, "a/b").await, Err(LookupError::Failed(Failure::Field("project_id")))));
     s.gitlab.reply(json("[1]"));

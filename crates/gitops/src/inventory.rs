@@ -256,7 +256,9 @@ mod tests {
 
     #[test]
     fn a_key_of_something_else_is_not_understood() {
-        for text in ["", "a", "a_b", "a_b_c", "a__b_C", "n_a__b__ConfigMap", "n_a_g_K/x", "n_a_g_", "n a_b_c_D"] {
+        for text in
+            ["", "a", "a_b", "a_b_c", "a__b_C", "n_a__b__ConfigMap", "n_a_g_K/x", "n_a_g_", "n a_b_c_D"]
+        {
             assert_eq!(parse_key(text), None, "{text}");
         }
     }

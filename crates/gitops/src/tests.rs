@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use crate::{
     Action, Budget, ClusterApi, Engine, Memory, Outcome, Progress, Project, PruneWhen, Report, Scope, Sync,
-    inventory::ID_LABEL,
+    marks::ID_LABEL,
 };
 
 /// A namespace, a kind with an object, and some others.

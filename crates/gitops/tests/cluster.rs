@@ -6,8 +6,8 @@ use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
 use bytes::Bytes;
 use gitops::{
-    Action, Budget, CallError, ChangeAction, ClusterApi, DiffOptions, Engine, Head, Memory, Outcome, Progress, Project,
-    Propagation, PruneWhen, Report, Scope, Set, Stop, Sync, Unresolved,
+    Action, Budget, CallError, ChangeAction, ClusterApi, DiffOptions, Engine, Head, Memory, Outcome,
+    Progress, Project, Propagation, PruneWhen, Report, Scope, Set, Stop, Sync, Unresolved,
     decode::{File, Limits, decode},
 };
 use http::{Request, Response, header};
@@ -40,7 +40,9 @@ impl Wire {
             .with_no_client_auth();
         tls.alpn_protocols = vec![b"h2".to_vec()];
         let tcp = TcpStream::connect(address).await?;
-        let tls = TlsConnector::from(Arc::new(tls)).connect(ServerName::IpAddress(address.ip().into()), tcp).await?;
+        let tls = TlsConnector::from(Arc::new(tls))
+            .connect(ServerName::IpAddress(address.ip().into()), tcp)
+            .await?;
         let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(tls)).await?;
         tokio::spawn(async move {
             let _ = connection.await;
@@ -173,7 +175,9 @@ fn comparable(mut object: Value, namespace: &str) -> Value {
     for field in ["uid", "resourceVersion", "creationTimestamp", "managedFields"] {
         metadata.shift_remove(field);
     }
-    metadata["annotations"].as_object_mut().map(|annotations| annotations.shift_remove("config.k8s.io/owning-inventory"));
+    metadata["annotations"]
+        .as_object_mut()
+        .map(|annotations| annotations.shift_remove("config.k8s.io/owning-inventory"));
     if metadata["annotations"].as_object().is_some_and(serde_json::Map::is_empty) {
         metadata.shift_remove("annotations");
     }
@@ -194,13 +198,20 @@ async fn an_apply_makes_what_kubectl_makes() -> Result<()> {
     let exclusive = exclusive().await?;
     let kubernetes = &exclusive.kubernetes;
     let engine = Engine::new(Wire::connect(kubernetes).await?, Budget::default());
-    let report =
-        sync(&engine, &project(31, "ours"), &set("c", &manifests("ours")), Scope::All, &mut Memory::default()).await;
+    let report = sync(
+        &engine,
+        &project(31, "ours"),
+        &set("c", &manifests("ours")),
+        Scope::All,
+        &mut Memory::default(),
+    )
+    .await;
     assert!(is_created(&report) && report.objects.len() == 8, "{report:#?}");
 
     // The custom resource cannot be applied before its definition is established.
     let theirs = manifests("theirs");
-    let (with, without): (Vec<&str>, Vec<&str>) = theirs.split("---\n").partition(|text| text.contains("kind: Gadget\n"));
+    let (with, without): (Vec<&str>, Vec<&str>) =
+        theirs.split("---\n").partition(|text| text.contains("kind: Gadget\n"));
     let apply = |text: String| async move {
         let file = std::env::temp_dir().join(format!("kas-gitops-{}-{}", std::process::id(), text.len()));
         std::fs::write(&file, text)?;
@@ -233,7 +244,8 @@ async fn drift_is_put_back_and_what_leaves_is_pruned() -> Result<()> {
     let exclusive = exclusive().await?;
     let kubernetes = &exclusive.kubernetes;
     let engine = Engine::new(Wire::connect(kubernetes).await?, Budget::default());
-    let (project, first, mut memory) = (project(32, "drift"), set("c1", &manifests("drift")), Memory::default());
+    let (project, first, mut memory) =
+        (project(32, "drift"), set("c1", &manifests("drift")), Memory::default());
     let report = sync(&engine, &project, &first, Scope::All, &mut memory).await;
     ensure!(is_created(&report), "{report:#?}");
     let drift = engine.check(&project, &mut memory).await.map_err(anyhow::Error::msg)?;
@@ -253,14 +265,19 @@ async fn drift_is_put_back_and_what_leaves_is_pruned() -> Result<()> {
 
     // Without a controller a deployment is never current, so it leaves the set first.
     let text = manifests("drift");
-    let rest: Vec<&str> =
-        text.split("---\n").filter(|text| !text.contains("Deployment") && !text.contains("Gadget\n")).collect();
+    let rest: Vec<&str> = text
+        .split("---\n")
+        .filter(|text| !text.contains("Deployment") && !text.contains("Gadget\n"))
+        .collect();
     let second = set("c2", &rest.join("---\n"));
     let diff = engine.diff(&project, &second, &DiffOptions::default()).await?;
     let changes: Vec<(ChangeAction, String)> =
         diff.changes.iter().map(|change| (change.action, change.object.to_string())).collect();
     let gadget = "Gadget.drift.example.com drift/g".to_owned();
-    assert_eq!(changes, [(ChangeAction::Prune, gadget), (ChangeAction::Prune, "Deployment.apps drift/w".to_owned())]);
+    assert_eq!(
+        changes,
+        [(ChangeAction::Prune, gadget), (ChangeAction::Prune, "Deployment.apps drift/w".to_owned())]
+    );
     let report = sync(&engine, &project, &second, Scope::All, &mut memory).await;
     assert_eq!(report.outcome, Outcome::Synced, "{report:#?}");
     assert!(kubernetes.kubectl(&["-n", "drift", "get", "deployment/w"]).await.is_err());

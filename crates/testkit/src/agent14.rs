@@ -16,6 +16,7 @@ use proto::gitlab::agent::{
     flux::rpc::{
         Project, ReconcileProjectsRequest, ReconcileProjectsResponse, git_lab_flux_client::GitLabFluxClient,
     },
+    gitlab_access::rpc::gitlab_access_client::GitlabAccessClient,
     gitops::rpc::{ObjectsToSynchronizeRequest, ObjectsToSynchronizeResponse, gitops_client::GitopsClient},
     grpctool,
     modshared::AgentMeta,

@@ -156,7 +156,8 @@ pub(crate) fn config_map(name: &str, value: &str) -> String {
 pub(crate) struct Setup {
     pub(crate) repository: Repository,
     pub(crate) mesh: Mesh,
-    pub(crate) agentk: Agentk,
+    /// It ends with this.
+    pub(crate) _agentk: Agentk,
     pub(crate) kubernetes: Kubernetes,
 }
 
@@ -168,7 +169,7 @@ impl Setup {
         let options = Options { replicas, agents: 1, config, ..Options::default() };
         let (kubernetes, mesh) = tokio::try_join!(Kubernetes::start_audited(), Mesh::start_with(options))?;
         let agentk = Self::agentk(&mesh, &kubernetes, replicas.min(2)).await?;
-        Ok(Self { repository, mesh, agentk, kubernetes })
+        Ok(Self { repository, mesh, _agentk: agentk, kubernetes })
     }
 
     /// Starts an agentk of the agent that connects to the first replicas.

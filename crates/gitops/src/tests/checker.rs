@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::fake::Entry;
-use crate::{OWNER_ANNOTATION, inventory};
+use crate::{OWNER_ANNOTATION, inventory, marks};
 
 /// Returns every deletion that breaks the rule, with what is wrong.
 pub(super) fn violations(log: &[Entry], heads: &[(u64, BTreeSet<String>)], id: &str) -> Vec<String> {
@@ -21,7 +21,7 @@ pub(super) fn violations(log: &[Entry], heads: &[(u64, BTreeSet<String>)], id: &
             read.insert(&entry.actor, (entry.at, keys.map(|(key, _)| key.clone()).collect()));
         }
         let Some(object) = &entry.deleted else { continue };
-        if object["metadata"]["labels"][inventory::ID_LABEL] == id {
+        if object["metadata"]["labels"][marks::ID_LABEL] == id {
             // An inventory that is merged into another one.
             continue;
         }

@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     CallError, ClusterApi, Head, Set, Stop, Unresolved,
     decode::{File, Limits, decode},
-    inventory,
+    inventory, marks,
 };
 
 /// Orders what happens at the server and in the repository.
@@ -160,8 +160,7 @@ impl Server {
     pub(super) fn inventory(&self, id: &str) -> BTreeSet<String> {
         let state = self.state.lock();
         let objects = state.objects.values();
-        let mut inventories =
-            objects.filter(|object| object["metadata"]["labels"][inventory::ID_LABEL] == id);
+        let mut inventories = objects.filter(|object| object["metadata"]["labels"][marks::ID_LABEL] == id);
         let found = inventories.next().map(|object| object["data"].clone()).unwrap_or_default();
         found.as_object().into_iter().flatten().map(|(key, _)| key.clone()).collect()
     }

@@ -139,6 +139,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 max_file_size: 1000,
             },
             gitops: Gitops {
+                applier: Applier::Auto,
                 poll_period: secs(22),
                 project_info_cache_ttl: Duration::ZERO,
                 project_info_cache_error_ttl: secs(61),
@@ -295,6 +296,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
                 max_file_size: 131_072,
             },
             gitops: Gitops {
+                applier: Applier::Auto,
                 poll_period: secs(20),
                 project_info_cache_ttl: secs(300),
                 project_info_cache_error_ttl: secs(60),

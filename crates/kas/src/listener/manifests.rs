@@ -4,7 +4,7 @@
 //! A call waits until the project has another commit than the agent, and gets the whole set. The body of the
 //! answer does all of it, so a call needs no task and ends when the agent leaves.
 
-use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use futures_util::stream;

@@ -22,8 +22,9 @@ use proto::{
     google::rpc,
     kas::api::v1::{
         AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
-        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ExplainAgentRequest,
-        ExplainAgentResponse, GetPodsRequest, GetPodsResponse, KasAddress, KasInstanceInfo,
+        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
+        ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
+        GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
         ListReplicasRequest, ListReplicasResponse, Pod, TrackerStatusRequest, TrackerStatusResponse,
         UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
         agent_on_replica::Belief,
@@ -188,6 +189,11 @@ fn explained(mut answer: http::Response<Body>) -> http::Response<Body> {
     })
 }
 
+/// Syncs are tested with a real kas.
+fn no_gitops() -> Status {
+    Status::unimplemented("this kas applies no manifests")
+}
+
 #[async_trait::async_trait]
 impl KasApi for Kas {
     async fn connected_agents_for_project(
@@ -349,6 +355,30 @@ impl KasApi for Kas {
             71 => one("same"),
             agent => return Err(absent(agent)),
         }))
+    }
+
+    type WatchSyncStream = BoxStream<GetSyncResponse>;
+
+    async fn get_sync(&self, _: Request<GetSyncRequest>) -> Result<Response<GetSyncResponse>, Status> {
+        Err(no_gitops())
+    }
+
+    async fn watch_sync(
+        &self,
+        _: Request<GetSyncRequest>,
+    ) -> Result<Response<Self::WatchSyncStream>, Status> {
+        Err(no_gitops())
+    }
+
+    async fn control_sync(
+        &self,
+        _: Request<ControlSyncRequest>,
+    ) -> Result<Response<ControlSyncResponse>, Status> {
+        Err(no_gitops())
+    }
+
+    async fn diff(&self, _: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
+        Err(no_gitops())
     }
 
     type WatchConnectedAgentsStream = BoxStream<WatchConnectedAgentsResponse>;
