@@ -24,6 +24,7 @@ use tokio::{
 };
 
 use crate::{
+    frames,
     hash::Counted,
     recorder::{Recorder, Running},
 };
@@ -74,20 +75,32 @@ async fn respond(
     recorder.search_headers(request.headers());
     recorder.search(request.uri().to_string().as_bytes());
     if let Some(id) = id(request.uri(), "/pods/x-") {
+        recorder.named(id, request.headers());
         let running = recorder.begin(id, agent);
+        let key = request.headers().get(header::SEC_WEBSOCKET_KEY).cloned();
         let upgraded = hyper::upgrade::on(&mut request);
-        tokio::spawn(echo(upgraded, running));
         let mut response = Response::new(empty());
         *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
         let headers = response.headers_mut();
         headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
-        headers.insert(header::UPGRADE, http::HeaderValue::from_static("SPDY/3.1"));
+        if let Some(key) = key {
+            tokio::spawn(websocket_echo(upgraded, running));
+            headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
+            headers.insert(header::SEC_WEBSOCKET_ACCEPT, websocket::upgrade::accept_of(&key));
+            let protocol = http::HeaderValue::from_static("v5.channel.k8s.io");
+            headers.insert(header::SEC_WEBSOCKET_PROTOCOL, protocol);
+        } else {
+            tokio::spawn(echo(upgraded, running));
+            headers.insert(header::UPGRADE, http::HeaderValue::from_static("SPDY/3.1"));
+        }
         return Ok(response);
     }
     if let Some(id) = id(request.uri(), "metadata.name%3Dw-") {
+        recorder.named(id, request.headers());
         return Ok(watch(recorder.begin(id, agent)));
     }
     if let (&Method::POST, Some(id)) = (request.method(), id(request.uri(), "/c-")) {
+        recorder.named(id, request.headers());
         return Ok(create(request, work, &recorder, recorder.begin(id, agent)).await);
     }
     let mut response = Response::new(empty());
@@ -177,6 +190,29 @@ async fn echo(upgraded: hyper::upgrade::OnUpgrade, mut running: Running) {
     };
     // Whether the end of an upgraded connection is in order is not told by every way in between.
     let _ = clean;
+    running.run.received = Some(received.bytes(false));
+    running.run.sent = Some(sent.bytes(false));
+}
+
+/// Returns what is in each frame. What a client and this count is without the channel and the frames.
+async fn websocket_echo(upgraded: hyper::upgrade::OnUpgrade, mut running: Running) {
+    let Ok(upgraded) = upgraded.await else { return };
+    let mut stream = TokioIo::new(upgraded);
+    let (mut received, mut sent) = (Counted::default(), Counted::default());
+    while let Ok(Some((kind, payload))) = frames::read(&mut stream).await {
+        if kind == frames::BINARY {
+            received.push(payload.get(1..).unwrap_or_default());
+        }
+        let back = frames::frame(kind, &payload, None);
+        if stream.write_all(&back).await.is_err() || stream.flush().await.is_err() {
+            break;
+        }
+        match kind {
+            frames::BINARY => sent.push(payload.get(1..).unwrap_or_default()),
+            frames::CLOSE => break,
+            _ => {}
+        }
+    }
     running.run.received = Some(received.bytes(false));
     running.run.sent = Some(sent.bytes(false));
 }

@@ -3,18 +3,23 @@
 //! Replicas run in network namespaces behind a bridge, agents in processes of this program (`chaos swarm`).
 //! Everything is recorded in one history, which the crate `history` checks.
 
+mod auditing;
 mod client;
 mod clock;
 mod cluster_server;
+mod frames;
 mod hash;
 mod judge;
 mod load;
 mod measure;
 mod observer;
+mod outsiders;
 mod recorder;
 mod report;
 mod run;
 mod scenarios;
+mod sizes;
+mod slope;
 mod swarm;
 mod timeline;
 
@@ -63,6 +68,39 @@ enum Command {
         /// A file of JSON lines
         history: PathBuf,
     },
+    /// Write the report of all results that are kept, and run nothing
+    Report {
+        #[command(flatten)]
+        output: Output,
+    },
+}
+
+/// Where results and their report are.
+#[derive(Debug, clap::Args)]
+struct Output {
+    /// Keep the result of each run in this folder, as JSON and a picture, with the histories of runs that
+    /// failed, and write chaos.md there from all results in it. Default: target/chaos
+    #[arg(long, value_name = "DIR", alias = "out")]
+    report: Option<PathBuf>,
+    /// Also write that report to docs/chaos.md, and its pictures to docs/images/chaos
+    #[arg(long)]
+    write_docs: bool,
+}
+
+impl Output {
+    fn folder(&self) -> PathBuf {
+        self.report.clone().unwrap_or_else(|| devkit::workspace::root().join("target/chaos"))
+    }
+
+    /// Writes the report of all results in the folder.
+    fn write(&self) -> Result<()> {
+        let folder = self.folder();
+        report::write(&folder, &folder)?;
+        if self.write_docs {
+            report::write(&folder, &devkit::workspace::root().join("docs"))?;
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -79,18 +117,20 @@ struct ChaosArgs {
     /// Choices of the nemesis. Default: random, and printed
     #[arg(long)]
     seed: Option<u64>,
-    /// How long faults go on in S02, S30 and S48. Default: 10
+    /// Also run the slow set: S09G and S48, which take longer than all others
+    #[arg(long, conflicts_with = "quick")]
+    slow: bool,
+    /// How long faults go on in S02 and S30 (default: 10) and S48 (default: 60)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1440))]
     minutes: Option<u64>,
+    /// How often all replicas are restarted in turn in S09. Default: 20; in the quick form: 1
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    restarts: Option<u32>,
     /// Number of replicas, where the scenario allows another one than its own
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(3..=7))]
     replicas: Option<u8>,
-    /// Write chaos.md and its pictures into this folder, from all results that are kept
-    #[arg(long, value_name = "DIR")]
-    report: Option<PathBuf>,
-    /// Where results are kept, and histories of runs that failed. Default: target/chaos
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
     /// Use the programs kas and agentk in this folder. Default: that of this program
     #[arg(long, value_name = "DIR")]
     programs: Option<PathBuf>,
@@ -107,6 +147,7 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         Some(Command::Swarm(arguments)) => swarm::run(&arguments).map(|()| ExitCode::SUCCESS),
         Some(Command::Check { history }) => check(&history),
+        Some(Command::Report { output }) => output.write().map(|()| ExitCode::SUCCESS),
         None if arguments.chaos.list => list(),
         None => chaos(&arguments.chaos),
     };
@@ -151,12 +192,13 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     }
     let chosen: Vec<&Scenario> = if arguments.scenario.is_empty() {
         let all = ALL.iter().filter(|scenario| scenario.elsewhere.is_none());
-        // The soak has no natural length, and two builds are needed for S36.
+        // Two builds are needed for S36.
         let asked = |scenario: &&Scenario| {
             if arguments.quick {
                 scenario.quick
             } else {
-                scenario.id != "S48" && (scenario.id != "S36" || arguments.other_programs.is_some())
+                (arguments.slow || !scenarios::SLOW.contains(&scenario.id))
+                    && (scenario.id != "S36" || arguments.other_programs.is_some())
             }
         };
         all.filter(asked).collect()
@@ -167,7 +209,7 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
         eprintln!("nothing can run here: {why}");
         return Ok(ExitCode::from(SKIPPED));
     }
-    let out = arguments.out.clone().unwrap_or_else(|| devkit::workspace::root().join("target/chaos"));
+    let out = arguments.output.folder();
     let seed = arguments.seed.unwrap_or_else(|| u64::from(rand::random::<u32>()));
     let (mut verdicts, mut skipped) = (Vec::new(), Vec::new());
     for scenario in chosen {
@@ -184,8 +226,8 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         verdicts.push(runtime.block_on(one(scenario, seed, arguments, &out))?);
     }
-    if let Some(docs) = &arguments.report {
-        report::write(&out, docs)?;
+    if !verdicts.is_empty() {
+        arguments.output.write()?;
     }
     for verdict in &verdicts {
         let words = if verdict.failures.is_empty() { "passes" } else { "FAILS" };
@@ -226,17 +268,21 @@ fn with_programs(arguments: &ChaosArgs) -> Result<ExitCode> {
 
 async fn one(scenario: &Scenario, seed: u64, arguments: &ChaosArgs, out: &Path) -> Result<Verdict> {
     let quick = arguments.quick;
+    let form = if quick { "quick" } else { "full" };
     let mut setup = scenarios::setup(scenario.id, quick);
     if let Some(replicas) = arguments.replicas {
         setup.replicas = setup.replicas.max(replicas.into());
     }
-    let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(10));
-    let started = Run::start(scenario.id, seed, setup, quick, length, process::version::COMMIT).await;
+    let default = if scenario.id == "S48" { 60 } else { 10 };
+    let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(default));
+    let commit = process::version::COMMIT;
+    let lengths = (length, arguments.restarts);
+    let started = Run::start(scenario.id, seed, setup, quick, lengths, commit).await;
     let mut run = match started {
         Ok(run) => run,
         Err(error) => {
             let failures = vec![format!("it did not start: {error:#}")];
-            return Ok(Verdict { id: scenario.id, failures });
+            return report::keep_failure(scenario, (seed, commit), form, failures, out);
         }
     };
     let performed = Box::pin(scenarios::perform(scenario.id, &mut run)).await;
@@ -248,11 +294,11 @@ async fn one(scenario: &Scenario, seed: u64, arguments: &ChaosArgs, out: &Path) 
         Ok(finished) => finished,
         Err(error) => {
             let failures = performed.err().into_iter().chain([error]).map(|error| format!("{error:#}"));
-            return Ok(Verdict { id: scenario.id, failures: failures.collect() });
+            return report::keep_failure(scenario, (seed, commit), form, failures.collect(), out);
         }
     };
     eprintln!("  the faults took {:.0} s, all {:.0} s", took.as_secs_f64(), finished.took.as_secs_f64());
-    report::keep(scenario, &finished, performed.as_ref().err(), quick, out)
+    report::keep(scenario, &finished, performed.as_ref().err(), form, out)
 }
 
 #[cfg(test)]

@@ -1,7 +1,10 @@
 //! Times and rates that a scenario measured, beside their targets.
 
+use serde::{Deserialize, Serialize};
+
 /// Whether smaller or larger values are better.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(crate) enum Better {
     Smaller,
     Larger,
@@ -35,16 +38,7 @@ impl Measured {
 
     /// Returns the value below which a share of the values is; `None`: there are none.
     pub(crate) fn at(&self, share: f64) -> Option<f64> {
-        let mut values = self.values.clone();
-        values.sort_by(f64::total_cmp);
-        #[expect(
-            clippy::cast_precision_loss,
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "an index of a few values"
-        )]
-        let index = ((values.len() as f64 * share).ceil() as usize).clamp(1, values.len().max(1)) - 1;
-        values.get(index).copied()
+        percentile(&self.values, share)
     }
 
     /// The value that is judged: the 99th percentile, or the worst of what should be large.
@@ -66,11 +60,20 @@ impl Measured {
     pub(crate) fn passes(&self) -> bool {
         self.within(self.gate)
     }
+}
 
-    /// Whether it was measured, and keeps the target.
-    pub(crate) fn is_world_class(&self) -> bool {
-        self.within(self.target)
-    }
+/// Returns the value below which a share of the values is; `None`: there are none.
+pub(crate) fn percentile(values: &[f64], share: f64) -> Option<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "an index of a few values"
+    )]
+    let index = ((values.len() as f64 * share).ceil() as usize).clamp(1, values.len().max(1)) - 1;
+    values.get(index).copied()
 }
 
 /// A row of the table of targets.
@@ -116,21 +119,28 @@ pub(crate) const T_PURGE: Row = times(
     5_000.0,
     10_000.0,
     "kas 5 min",
-    "SIGKILL to the first look, each 500 ms, at a survivor's agents without it",
+    "SIGKILL to the first look, each 0.5 to 1 s, at a survivor's agents without it",
 );
 pub(crate) const T_FAILOVER: Row = times(
     "T_failover",
     500.0,
     2_000.0,
     "kas 10.4 to 12.2 s; remotedialer 5.05 s; konnectivity 0.03 to 0.58 s",
-    "SIGKILL to the first response to an agent whose only connection it was, from the load",
+    "SIGKILL to the end of the first response (of 20 ms of work) to an agent whose only connection it was, asked at once",
 );
 pub(crate) const T_FAILOVER_2C: Row = times(
     "T_failover_2c",
     150.0,
     1_000.0,
     "Teleport advises more than one connection",
-    "SIGKILL to the first response to an agent with a second connection, from the load",
+    "SIGKILL to the end of the first response (of 20 ms of work) to an agent with a second connection, asked at once",
+);
+pub(crate) const T_STORM: Row = times(
+    "T_storm",
+    10_000.0,
+    30_000.0,
+    "Teleport warns of thundering herd",
+    "SIGKILL to the first response of each agent that was there; the target is for 10,000 agents, S31 has 300",
 );
 pub(crate) const T_BLACKHOLE: Row = times(
     "T_blackhole",
@@ -179,8 +189,39 @@ pub(crate) const T_DRAIN: Row = times(
     30_000.0,
     30_000.0,
     "NATS 10 s + 2 min",
-    "SIGTERM to the exit of a replica; drain.delay + drain.timeout (+ drain.upgrade_grace) of the run is less",
+    "SIGTERM to the exit of a replica, upgraded connections with a grace of up to 10 s among its requests",
 );
+/// What must be 0, and may be a little more on a busy machine.
+pub(crate) const DRAIN_BOUND: Row = times(
+    "exit after its bound",
+    0.0,
+    2_000.0,
+    "",
+    "how much later than drain.delay + drain.timeout a replica exits, or + drain.upgrade_grace where an upgraded connection is open, if that is longer",
+);
+pub(crate) const FAILED_STREAMS: Row =
+    counts("failed streams", "streams", 0.0, "gRPC streams of 2 s that were cut");
+pub(crate) const EARLY_EXECS: Row = counts(
+    "upgraded connections ended early",
+    "connections",
+    0.0,
+    "upgraded connections that ended before their replica's grace was over",
+);
+pub(crate) const RUDE_EXECS: Row = counts(
+    "upgraded connections ended otherwise",
+    "connections",
+    0.0,
+    "upgraded connections that ended with neither Close 1001 (WebSocket) nor a reset (SPDY)",
+);
+pub(crate) const EXEC_LIVED: Row = Row {
+    name: "T_grace",
+    unit: "ms",
+    better: Better::Larger,
+    target: 0.0,
+    gate: 0.0,
+    reference: "",
+    how: "SIGTERM to the end of an upgraded connection, less drain.delay + drain.upgrade_grace",
+};
 /// The share of requests that succeeded, with the retry of what was not started.
 pub(crate) const SUCCESS: Row = share(
     "success",
@@ -192,6 +233,8 @@ pub(crate) const SUCCESS_ALL: Row =
     share("success of all", 100.0, 100.0, "requests with a response; nothing may fail");
 pub(crate) const SUCCESS_IDEMPOTENT: Row =
     share("success with idempotent retry", 100.0, 100.0, "the same; what may have run is repeated, too");
+pub(crate) const SUCCESS_2C: Row =
+    share("success, two connections", 99.95, 99.9, "the same, of agents with two connections");
 pub(crate) const NOT_UNKNOWN: Row = counts(
     "failures other than unknown",
     "requests",
@@ -215,11 +258,13 @@ mod tests {
         assert!(!kill.passes(), "what was not measured does not pass");
         kill.values = (1..=100).map(f64::from).collect();
         assert_eq!((kill.at(0.5), kill.at(0.99), kill.at(1.0)), (Some(50.0), Some(99.0), Some(100.0)));
-        assert!(kill.passes() && kill.is_world_class());
+        assert!(kill.passes());
         kill.values.extend([600.0, 600.0]);
         assert!(!kill.passes());
         let mut success = Measured::new(&SUCCESS);
         success.values = vec![100.0, 99.92];
-        assert!(success.passes() && !success.is_world_class());
+        assert!(success.passes());
+        success.values.push(99.8);
+        assert!(!success.passes(), "the worst share counts");
     }
 }

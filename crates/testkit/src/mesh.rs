@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -73,6 +74,8 @@ pub struct Options {
     pub start: bool,
     /// Further addresses where replicas may be.
     pub seeds: Vec<SocketAddr>,
+    /// The folder in which each replica writes its audit log, `audit-<number>.jsonl`; `None`: none is written.
+    pub audits: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -88,6 +91,7 @@ impl Default for Options {
             ipv6: false,
             start: true,
             seeds: Vec::new(),
+            audits: None,
         }
     }
 }
@@ -247,6 +251,12 @@ impl Mesh {
             "discovery": discovery,
         });
         merge(&mut config, self.options.config.clone());
+        // A test may have its own.
+        let unset = config["observability"]["audit"]["output"].is_null();
+        if let Some(folder) = self.options.audits.as_ref().filter(|_| unset) {
+            let output = folder.join(format!("audit-{n}.jsonl"));
+            merge(&mut config, json!({ "observability": { "audit": { "output": output } } }));
+        }
         kas::Options {
             agents: (1..=self.options.agents).map(AgentEntry::new).collect(),
             secrets: vec![self.api_secret.clone()],
