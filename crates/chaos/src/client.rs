@@ -79,13 +79,38 @@ impl Client {
         Arc::new(Self { doors, secret, user, token: Mutex::default(), links })
     }
 
+    /// Returns a client with connections of its own, of one replica only.
+    pub(crate) fn alone(&self, replica: usize) -> Arc<Self> {
+        Self::new(vec![self.doors[replica].clone()], self.secret.clone(), self.user.clone())
+    }
+
+    /// Returns where a replica serves clients.
+    pub(crate) fn door(&self, replica: usize) -> &Door {
+        &self.doors[replica]
+    }
+
+    /// Returns the token of a user of the Kubernetes endpoint.
+    pub(crate) fn user(&self) -> &str {
+        &self.user
+    }
+
+    /// Returns a token that GitLab would have signed, with these claims over the usual ones.
+    pub(crate) fn token_with(&self, claims: &[(&str, i64)]) -> String {
+        let token = Jwt::new(&self.secret);
+        claims.iter().fold(token, |token, (name, value)| token.claim(name, json!(value))).encode()
+    }
+
     /// Returns a token of GitLab for a call of the API.
     pub(crate) fn token(&self) -> String {
         let mut kept = self.token.lock();
         match &*kept {
             Some((since, token)) if since.elapsed() < TOKEN => token.clone(),
             _ => {
-                let token = Jwt::new(&self.secret).claim("exp", json!(now() + 3600)).encode();
+                // Valid also for a replica whose clock is an hour off.
+                let token = Jwt::new(&self.secret)
+                    .claim("nbf", json!(now() - 2 * 3600))
+                    .claim("exp", json!(now() + 3 * 3600))
+                    .encode();
                 *kept = Some((Instant::now(), token.clone()));
                 token
             }

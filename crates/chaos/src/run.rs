@@ -24,6 +24,7 @@ use tokio::time::{Instant, sleep};
 use crate::{
     client::{Client, Door},
     clock::{self, millis},
+    faults::{clock::WallClock, resources::SmallDisk},
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
     observer::{Observed, Observer, look},
@@ -69,6 +70,12 @@ pub(crate) struct Setup {
     pub(crate) only: Option<usize>,
     /// Replicas that are started at first; the others when the scenario says so.
     pub(crate) started: usize,
+    /// The replica whose wall clock can be stepped.
+    pub(crate) clock: Option<usize>,
+    /// All replicas run the first build at first, instead of taking turns.
+    pub(crate) one_build: bool,
+    /// The audit logs of all replicas share a disk of so many KiB; `None`: there are none.
+    pub(crate) audit_disk: Option<u32>,
 }
 
 impl Default for Setup {
@@ -83,6 +90,9 @@ impl Default for Setup {
             config: json!({}),
             only: None,
             started: usize::MAX,
+            clock: None,
+            one_build: false,
+            audit_disk: None,
         }
     }
 }
@@ -107,6 +117,10 @@ pub(crate) struct Run {
     pub(crate) setup: Setup,
     pub(crate) measured: Vec<Measured>,
     pub(crate) notes: Vec<String>,
+    /// The wall clock of the replica that the setup names.
+    pub(crate) wall: Option<WallClock>,
+    /// The disk of the audit logs.
+    pub(crate) disk: Option<SmallDisk>,
     observer: Observer,
     load: Option<Load>,
     swarms: Vec<Option<Swarm>>,
@@ -144,8 +158,24 @@ impl Run {
             },
             "drain": { "delay": "1s", "timeout": "10s", "upgrade_grace": "3s" },
         });
+        let disk = match setup.audit_disk {
+            None => None,
+            Some(kib) => {
+                let at = folder.path().join("audit");
+                let output = at.join("audit.log");
+                merge(&mut config, json!({ "observability": { "audit": { "output": output } } }));
+                Some(SmallDisk::new(&at, kib)?)
+            }
+        };
         merge(&mut config, setup.config.clone());
+        let wall = setup.clock.map(|_| WallClock::new(folder.path())).transpose()?;
+        let env = match (setup.clock, &wall) {
+            (Some(n), Some(wall)) => [(n, wall.environment()?)].into(),
+            _ => BTreeMap::new(),
+        };
         let mesh = Mesh::start_with(mesh::Options {
+            env,
+            build: setup.one_build.then_some(0),
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
@@ -186,6 +216,8 @@ impl Run {
             setup,
             measured: Vec::new(),
             notes: Vec::new(),
+            wall,
+            disk,
             observer,
             load: None,
             swarms: Vec::new(),
@@ -223,7 +255,8 @@ impl Run {
         self.history.lock().lives.push(life);
     }
 
-    fn died(&mut self, n: usize) {
+    /// Records that a process has ended.
+    pub(crate) fn died(&mut self, n: usize) {
         let name = self.name(n);
         if let Some(life) = self.history.lock().lives.iter_mut().rfind(|life| life.replica == name) {
             life.to = life.to.or(Some(clock::now()));
@@ -311,6 +344,14 @@ impl Run {
             deadline: Duration::from_secs(10),
         };
         self.load_with(plan);
+    }
+
+    /// As [`load`](Self::load), through the first replicas only.
+    pub(crate) fn load_through(&mut self, replicas: usize, rate: u32) {
+        let (agents, clusters) = ((1, self.setup.agents + 1), self.setup.clusters + 1);
+        let deadline = Duration::from_secs(10);
+        let plan = Plan { rate, agents, clusters, watches: 0, execs: 0, deadline };
+        self.load = Some(Load::start(&self.client, &self.history, &self.ids, plan, replicas));
     }
 
     pub(crate) fn load_with(&mut self, plan: Plan) {

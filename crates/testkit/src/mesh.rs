@@ -73,6 +73,10 @@ pub struct Options {
     pub start: bool,
     /// Further addresses where replicas may be.
     pub seeds: Vec<SocketAddr>,
+    /// Additional environment variables of one replica.
+    pub env: BTreeMap<usize, Vec<(String, String)>>,
+    /// The build that all replicas run at first, by its number in `KAS_PROGRAMS`; `None`: they take turns.
+    pub build: Option<usize>,
 }
 
 impl Default for Options {
@@ -88,6 +92,8 @@ impl Default for Options {
             ipv6: false,
             start: true,
             seeds: Vec::new(),
+            env: BTreeMap::new(),
+            build: None,
         }
     }
 }
@@ -252,9 +258,17 @@ impl Mesh {
             secrets: vec![self.api_secret.clone()],
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
-            replica: n,
-            ..kas::Options::default()
+            env: self.options.env.get(&n).cloned().unwrap_or_default(),
+            replica: self.options.build.unwrap_or(n),
         }
+    }
+
+    /// Lets a replica run another build from its next start on, by its number in `KAS_PROGRAMS`.
+    ///
+    /// # Panics
+    /// When it was never started.
+    pub fn set_build(&mut self, n: usize, build: usize) {
+        self.replicas[n].as_mut().expect("the replica was started").set_build(build);
     }
 
     /// Waits until a replica is ready.
