@@ -31,6 +31,11 @@ const DIAL: Duration = Duration::from_secs(1);
 const AFTER: Duration = Duration::from_millis(800);
 /// A token of a caller is used for this long. It is valid for longer.
 const TOKEN: Duration = Duration::from_secs(300);
+/// How long a token is valid, in seconds from now.
+const VALID: i64 = 3 * 3600;
+/// How far tokens begin before now, and how long ago those of outsiders ended, in seconds. Clocks of replicas
+/// are off by less: S35 steps one by an hour.
+const SKEW: i64 = 2 * 3600;
 /// A second attempt is made only if this much of the deadline is left.
 const LEFT: Duration = Duration::from_millis(50);
 /// The longest head of the response to an upgrade.
@@ -90,7 +95,7 @@ impl Ended {
 
 impl Client {
     pub(crate) fn new(doors: Vec<Door>, secret: Vec<u8>, user: String) -> Arc<Self> {
-        Self::with_tokens(doors, secret, user, 3600)
+        Self::with_tokens(doors, secret, user, VALID)
     }
 
     /// As [`new`](Self::new), with tokens that are valid for this many seconds from now.
@@ -99,9 +104,9 @@ impl Client {
         Arc::new(Self { doors, secret, user, valid, token: Mutex::default(), links })
     }
 
-    /// Returns a client of the same replicas whose tokens ended an hour ago, and whose user nobody knows.
+    /// Returns a client of the same replicas whose tokens ended hours ago, and whose user nobody knows.
     pub(crate) fn expired(&self, user: String) -> Arc<Self> {
-        Self::with_tokens(self.doors.clone(), self.secret.clone(), user, -3600)
+        Self::with_tokens(self.doors.clone(), self.secret.clone(), user, -SKEW)
     }
 
     /// Returns a client of the same replicas with another secret and user.
@@ -114,13 +119,38 @@ impl Client {
         self.doors.len()
     }
 
+    /// Returns a client with connections of its own, of one replica only.
+    pub(crate) fn alone(&self, replica: usize) -> Arc<Self> {
+        Self::new(vec![self.doors[replica].clone()], self.secret.clone(), self.user.clone())
+    }
+
+    /// Returns where a replica serves clients.
+    pub(crate) fn door(&self, replica: usize) -> &Door {
+        &self.doors[replica]
+    }
+
+    /// Returns the token of a user of the Kubernetes endpoint.
+    pub(crate) fn user(&self) -> &str {
+        &self.user
+    }
+
+    /// Returns a token that GitLab would have signed, with these claims over the usual ones.
+    pub(crate) fn token_with(&self, claims: &[(&str, i64)]) -> String {
+        let token = Jwt::new(&self.secret);
+        claims.iter().fold(token, |token, (name, value)| token.claim(name, json!(value))).encode()
+    }
+
     /// Returns a token of GitLab for a call of the API.
     pub(crate) fn token(&self) -> String {
         let mut kept = self.token.lock();
         match &*kept {
             Some((since, token)) if since.elapsed() < TOKEN => token.clone(),
             _ => {
-                let token = Jwt::new(&self.secret).claim("exp", json!(now() + self.valid)).encode();
+                let from = now() + self.valid.min(0) - SKEW;
+                let token = Jwt::new(&self.secret)
+                    .claim("nbf", json!(from))
+                    .claim("exp", json!(now() + self.valid))
+                    .encode();
                 *kept = Some((Instant::now(), token.clone()));
                 token
             }

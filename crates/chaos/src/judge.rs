@@ -24,7 +24,14 @@ pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
         "S03" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
-        "S18" | "S19" | "S22" => vec![one(&SUCCESS_ALL, totals.success())],
+        "S18" => {
+            let mut remote = Measured::new(&T_UNBLOCK_REMOTE);
+            let times = unblocked(history).into_iter().filter(|(is_local, _)| !is_local);
+            remote.values.extend(times.map(|(_, time)| millis(time)));
+            vec![one(&SUCCESS_ALL, totals.success()), remote]
+        }
+        "S19" | "S20" | "S22" | "S28" | "S45" => vec![one(&SUCCESS_ALL, totals.success())],
+        "S21" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S25" => {
             let (mut local, mut remote) = (Measured::new(&T_UNBLOCK_LOCAL), Measured::new(&T_UNBLOCK_REMOTE));
             for (is_local, time) in unblocked(history) {

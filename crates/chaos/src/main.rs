@@ -3,10 +3,12 @@
 //! Replicas run in network namespaces behind a bridge, agents in processes of this program (`chaos swarm`).
 //! Everything is recorded in one history, which the crate `history` checks.
 
+mod abuse;
 mod auditing;
 mod client;
 mod clock;
 mod cluster_server;
+mod faults;
 mod frames;
 mod hash;
 mod judge;
@@ -63,6 +65,9 @@ enum Command {
     /// Run agents; the other commands start this
     #[command(hide = true)]
     Swarm(swarm::SwarmArgs),
+    /// Abuse HTTP/2; S46 starts this
+    #[command(hide = true)]
+    Abuse(abuse::AbuseArgs),
     /// Check a history that was kept
     Check {
         /// A file of JSON lines
@@ -146,6 +151,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let result = match arguments.command {
         Some(Command::Swarm(arguments)) => swarm::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Some(Command::Abuse(arguments)) => abuse::run(&arguments).map(|()| ExitCode::SUCCESS),
         Some(Command::Check { history }) => check(&history),
         Some(Command::Report { output }) => output.write().map(|()| ExitCode::SUCCESS),
         None if arguments.chaos.list => list(),
@@ -192,13 +198,14 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     }
     let chosen: Vec<&Scenario> = if arguments.scenario.is_empty() {
         let all = ALL.iter().filter(|scenario| scenario.elsewhere.is_none());
-        // Two builds are needed for S36.
+        // Two builds are needed for S36 and S37.
         let asked = |scenario: &&Scenario| {
             if arguments.quick {
                 scenario.quick
             } else {
+                let two = matches!(scenario.id, "S36" | "S37");
                 (arguments.slow || !scenarios::SLOW.contains(&scenario.id))
-                    && (scenario.id != "S36" || arguments.other_programs.is_some())
+                    && (!two || arguments.other_programs.is_some())
             }
         };
         all.filter(asked).collect()
@@ -214,8 +221,10 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     let (mut verdicts, mut skipped) = (Vec::new(), Vec::new());
     for scenario in chosen {
         let why = match scenario.id {
-            "S36" if arguments.other_programs.is_none() => Some("it needs --other-programs"),
-            _ => scenario.elsewhere,
+            "S36" | "S37" if arguments.other_programs.is_none() => {
+                Some("it needs --other-programs".to_owned())
+            }
+            id => scenario.elsewhere.map(str::to_owned).or_else(|| scenarios::missing(id)),
         };
         if let Some(why) = why {
             skipped.push(format!("{}: {why}", scenario.id));

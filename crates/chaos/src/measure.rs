@@ -247,6 +247,50 @@ pub(crate) const UNCLEAN_WATCHES: Row =
     counts("unclean watches", "watches", 0.0, "watches that did not end in order when their replica left");
 pub(crate) const TWICE: Row =
     counts("waiters not released", "requests", 0.0, "requests that waited and did not get a response");
+pub(crate) const FAILED: Row = counts(
+    "failures",
+    "requests",
+    0.0,
+    "requests that were begun in a phase in which none may fail, and failed",
+);
+pub(crate) const WRONG_END: Row = counts(
+    "wrong ends",
+    "requests",
+    0.0,
+    "requests that were cut after their start and did not end as unknown, or not within 2 s",
+);
+pub(crate) const RESURRECTED: Row = counts(
+    "resurrections",
+    "views",
+    0.0,
+    "views of survivors that have a dead process again after they had dropped it",
+);
+pub(crate) const T_PROP: Row = times(
+    "T_prop",
+    25.0,
+    100.0,
+    "Redis poll 50 ms to 1 s; chitchat p50 518 ms; Serf 1.6 s",
+    "an agent's last move to the first look at which each other replica has it there and nowhere else",
+);
+pub(crate) const STRANGERS: Row =
+    counts("strangers", "views", 0.0, "views that have a replica which does not know the secret");
+pub(crate) const T_RECOVER: Row = times(
+    "T_recover",
+    1_000.0,
+    5_000.0,
+    "",
+    "the resource is there again to the first answer on a new connection",
+);
+/// How much slower the load was under a fault, by the 99th percentile.
+pub(crate) const SLOWER: Row = Row {
+    name: "p99 under abuse / before",
+    unit: "",
+    better: Better::Smaller,
+    target: 2.0,
+    gate: 8.0,
+    reference: "",
+    how: "99th percentile of the times of the load; the attackers run on the same two cores",
+};
 
 #[cfg(test)]
 mod tests {

@@ -29,6 +29,7 @@ pub(crate) use self::end::Finished;
 use crate::{
     client::{Client, Door},
     clock::{self, millis},
+    faults::{clock::WallClock, resources::SmallDisk},
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
     observer::{Observed, Observer},
@@ -89,6 +90,12 @@ pub(crate) struct Setup {
     pub(crate) only: Option<usize>,
     /// Replicas that are started at first; the others when the scenario says so.
     pub(crate) started: usize,
+    /// The replica whose wall clock can be stepped.
+    pub(crate) clock: Option<usize>,
+    /// All replicas run the first build at first, instead of taking turns.
+    pub(crate) one_build: bool,
+    /// The audit logs of all replicas share a disk of so many KiB; `None`: there are none.
+    pub(crate) audit_disk: Option<u32>,
 }
 
 impl Default for Setup {
@@ -107,6 +114,9 @@ impl Default for Setup {
             config: json!({}),
             only: None,
             started: usize::MAX,
+            clock: None,
+            one_build: false,
+            audit_disk: None,
         }
     }
 }
@@ -149,6 +159,10 @@ pub(crate) struct Run {
     pub(crate) measured: Vec<Measured>,
     pub(crate) notes: Vec<String>,
     pub(crate) slopes: Vec<Slope>,
+    /// The wall clock of the replica that the setup names.
+    pub(crate) wall: Option<WallClock>,
+    /// The disk of the audit logs.
+    pub(crate) disk: Option<SmallDisk>,
     observer: Observer,
     /// The agents that the observer asks for.
     watched: Vec<i64>,
@@ -193,8 +207,24 @@ impl Run {
                 "upgrade_grace": seconds(setup.drain.grace),
             },
         });
+        let disk = match setup.audit_disk {
+            None => None,
+            Some(kib) => {
+                let at = folder.path().join("audit");
+                let output = at.join("audit.log");
+                merge(&mut config, json!({ "observability": { "audit": { "output": output } } }));
+                Some(SmallDisk::new(&at, kib)?)
+            }
+        };
         merge(&mut config, setup.config.clone());
+        let wall = setup.clock.map(|_| WallClock::new(folder.path())).transpose()?;
+        let env = match (setup.clock, &wall) {
+            (Some(n), Some(wall)) => [(n, wall.environment()?)].into(),
+            _ => BTreeMap::new(),
+        };
         let mesh = Mesh::start_with(mesh::Options {
+            env,
+            build: setup.one_build.then_some(0),
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
@@ -241,6 +271,8 @@ impl Run {
             measured: Vec::new(),
             notes: Vec::new(),
             slopes: Vec::new(),
+            wall,
+            disk,
             observer,
             watched,
             sizes,
@@ -292,7 +324,8 @@ impl Run {
         self.history.lock().lives.push(Life { replica, epoch: None, from, to: None, killed: false });
     }
 
-    fn died(&mut self, n: usize, killed: bool) {
+    /// Records that a process has ended.
+    pub(crate) fn died(&mut self, n: usize, killed: bool) {
         let name = self.name(n);
         self.sizes.processes.lock().remove(&name);
         if let Some(life) = self.history.lock().lives.iter_mut().rfind(|life| life.replica == name) {
@@ -394,9 +427,21 @@ impl Run {
         self.load_with(plan);
     }
 
+    /// As [`load`](Self::load), through the first replicas only.
+    pub(crate) fn load_through(&mut self, replicas: usize, rate: u32) {
+        let (agents, clusters) = ((1, self.setup.agents + 1), self.setup.clusters + 1);
+        let deadline = Duration::from_secs(10);
+        let plan = Plan { rate, agents, clusters, watches: 0, execs: 0, streams: 0, deadline };
+        self.begin(plan, replicas);
+    }
+
     /// Begins this load, beside those that have begun.
     pub(crate) fn load_with(&mut self, plan: Plan) {
-        self.loads.push(Load::start(&self.client, &self.history, &self.ids, plan, self.setup.replicas));
+        self.begin(plan, self.setup.replicas);
+    }
+
+    fn begin(&mut self, plan: Plan, replicas: usize) {
+        self.loads.push(Load::start(&self.client, &self.history, &self.ids, plan, replicas));
         if self.outsiders.is_none() {
             let outsiders = Outsiders::start(&self.client, &self.history, &self.ids, self.setup.agents);
             self.outsiders = Some(outsiders);

@@ -1,17 +1,27 @@
 //! The scenarios: what each does and asserts, and why some cannot run here.
 
+mod clock;
 mod kills;
+mod limits;
 mod network;
+mod packets;
+mod phases;
 mod process;
 mod registry;
 mod restarts;
 mod soak;
+mod strangers;
+mod upgrade;
 
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use serde_json::json;
 
-use crate::run::{Drain, Run, Setup};
+use crate::{
+    faults,
+    run::{Drain, Run, Setup},
+};
 
 /// A row of the table of scenarios.
 #[derive(Clone, Copy, Debug)]
@@ -35,9 +45,6 @@ const fn not_here(id: &'static str, what: &'static str, why: &'static str) -> Sc
     Scenario { id, what, asserted: "", quick: false, elsewhere: Some(why) }
 }
 
-const FAILPOINTS: &str =
-    "needs failpoints in released programs; the simulation and the museum strike in each phase";
-
 /// Scenarios that take longer than all others: they run when they are asked for.
 pub(crate) const SLOW: &[&str] = &["S09G", "S48"];
 
@@ -56,7 +63,12 @@ pub(crate) const ALL: &[Scenario] = &[
         "no request through another replica fails",
         false,
     ),
-    not_here("S04", "SIGKILL of the owner in each phase of a request", FAILPOINTS),
+    row(
+        "S04",
+        "SIGKILL of the owner in each phase that both ends can see: mid-request, after start, mid-response, before the end (before start: simulation and museum)",
+        "each ends as unknown within 2 s; no truncated end is clean",
+        false,
+    ),
     row("S05", "SIGKILL two of three replicas", "the last one serves; T_failover", false),
     row("S06", "SIGKILL all replicas, staggered restart", "agents return; no state on disk is needed", false),
     row("S07", "one replica is killed every 2 s", "versions do not go back, nothing is resurrected", false),
@@ -87,8 +99,8 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S12",
-        "one replica hears no UDP, the others hear it",
-        "it stays ready and serves its agents; no false death",
+        "one replica hears no UDP, then nothing, and the others hear it",
+        "it stays ready and serves its agents; no false death; T_heal",
         false,
     ),
     row("S13", "five replicas split 3/2, agents move meanwhile", "T_heal", false),
@@ -96,17 +108,24 @@ pub(crate) const ALL: &[Scenario] = &[
     row("S15", "a ring of four replicas", "no false death, T_heal", false),
     row("S16", "a replica joins during a partition", "T_heal", false),
     row("S17", "two groups that only one replica sees", "no false death, T_heal", false),
-    row("S18", "30 % of UDP packets lost (duplicates, order and delay: simulation)", "no false death", false),
-    row("S19", "all UDP dropped, TCP passes", "no false death, all requests succeed", true),
-    not_here(
-        "S20",
-        "UDP fragments dropped",
-        "no kernel module for netem; packets of gossip are below 1,400 bytes by test (crate gossip)",
+    row(
+        "S18",
+        "UDP: 30 % lost, 20 % twice, 200 ± 100 ms late and out of order",
+        "no false death, all requests succeed, T_unblock_remote",
+        false,
     ),
-    not_here(
+    row("S19", "all UDP dropped, TCP passes", "no false death, all requests succeed", true),
+    row(
+        "S20",
+        "UDP packets above 1,400 bytes and fragments dropped, a replica restarts",
+        "no replica sends one; no false death, T_heal",
+        false,
+    ),
+    row(
         "S21",
-        "TCP: latency, rate, slicing, reset, slow close",
-        "no netem; testkit::proxy and tests/tests/hostile do it in the process",
+        "TCP: 100 ± 20 ms late and out of order; 1 Mbit/s; reset at random; segments of 60 bytes",
+        "no request fails but while connections are reset, bytes are equal, T_heal",
+        false,
     ),
     row(
         "S22",
@@ -130,9 +149,19 @@ pub(crate) const ALL: &[Scenario] = &[
         "T_unblock_local, T_unblock_remote; each is released once",
         true,
     ),
-    not_here("S26", "10,000 waiting requests, half are cancelled", "tests/tests/leaks.rs and limits.rs"),
+    row(
+        "S26",
+        "10,000 requests wait for an absent agent, half are cancelled, the agent connects",
+        "the others run once; 32 KiB each; memory and descriptors return to within 5 %",
+        false,
+    ),
     row("S27", "agents that disconnect and connect again all the time", "no lost registration", false),
-    not_here("S28", "an agent moves within one gossip interval", "simulation"),
+    row(
+        "S28",
+        "an agent moves from replica to replica and back within one gossip interval",
+        "T_prop, T_heal",
+        false,
+    ),
     row(
         "S29",
         "agents on all replicas; replicas are killed one by one",
@@ -152,17 +181,38 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     ),
     not_here("S32", "cold join with 100,000 entries", "cargo xtask bench cluster measures T_join"),
-    not_here("S33", "a replica that reads tables at 1 KB/s", "tests/tests/cluster/unresponsive.rs"),
-    not_here("S34", "slow agent and slow client", "tests/tests/fidelity.rs"),
-    not_here(
+    row(
+        "S33",
+        "a replica that hears 1 KB/s of TCP, while agents come and go",
+        "requests through the others succeed, sizes return to within 5 %, T_heal",
+        false,
+    ),
+    not_here("S34", "slow agent (slow clients: S60)", "tests/tests/fidelity.rs"),
+    row(
         "S35",
-        "wall clock of one replica is stepped",
-        "libfaketime is not part of the tools of this command; wall clock steps are in crate gossip's tests",
+        "the wall clock of one replica is an hour off, jumps, and goes back between two processes",
+        "no false death, no request fails, tokens by its clock only, T_heal",
+        false,
     ),
     row("S36", "two builds side by side (--other-programs)", "full function, rolling restart", false),
-    not_here("S37", "upgrade, then downgrade", "tests/tests/cluster/mixed.rs"),
-    not_here("S38", "no descriptors, no memory", "tests/tests/limits.rs"),
-    row("S39", "CPU starvation: four busy processes per core", "no false death", false),
+    row(
+        "S37",
+        "rolling upgrade of all to another build (--other-programs), then the downgrade",
+        "0 failed requests, watches end in order",
+        false,
+    ),
+    row(
+        "S38",
+        "full disk of the audit log, no descriptors, little memory, none at all",
+        "open connections are served, refusals in words, sizes return to within 5 %, T_recover",
+        false,
+    ),
+    row(
+        "S39",
+        "CPU starvation: four busy processes per core, then a fifth of a core for one replica",
+        "no false death, no request fails with the latter",
+        false,
+    ),
     not_here("S40", "GitLab is down for 10 minutes", "tests/tests/gitlab.rs"),
     not_here(
         "S41",
@@ -171,9 +221,24 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     not_here("S42", "an agent's token is revoked", "tests/tests/cluster/credentials.rs"),
     not_here("S43", "secrets are rotated under load", "tests/tests/cluster/credentials.rs"),
-    not_here("S44", "poisoned gossip", "crate gossip's tests, fuzz targets"),
-    not_here("S45", "a rogue replica, a rogue agent", "tests/tests/cluster/mtls.rs"),
-    not_here("S46", "HTTP/2 abuse", "tests/tests/hostile"),
+    row(
+        "S44",
+        "forged, changed and old datagrams, also of a replica that was killed and restarted",
+        "they are dropped, no false death, no resurrection, sizes return to within 5 %",
+        false,
+    ),
+    row(
+        "S45",
+        "a replica without the secret, and an agent without a token (certificates: tests/tests/cluster/mtls.rs)",
+        "nobody takes it for a replica, its agents are nowhere else",
+        false,
+    ),
+    row(
+        "S46",
+        "1,000 connections abuse HTTP/2 on every listener",
+        "no request fails, p99 beside that before, sizes return to within 5 %",
+        false,
+    ),
     not_here("S47", "header smuggling, paths", "tests/tests/hostile, kube-request"),
     row(
         "S48",
@@ -194,7 +259,12 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     ),
     not_here("S59", "GitLab and issuers are away for callers", "tests/tests/oidc.rs, crate callers"),
-    not_here("S60", "a client that stops reading", "tests/tests/many_watches.rs"),
+    row(
+        "S60",
+        "60 clients follow logs without an end and read slowly, or nothing",
+        "512 KiB each, no other request fails, sizes return to within 5 %",
+        false,
+    ),
 ];
 
 /// Returns the scenario with this id.
@@ -205,9 +275,28 @@ pub(crate) fn find(id: &str) -> Result<&'static Scenario> {
     }
 }
 
+/// Returns what this machine lacks for a scenario.
+pub(crate) fn missing(id: &str) -> Option<String> {
+    let program = |name: &str, package: &str| {
+        let there = testkit::process::find(name).is_some();
+        (!there).then(|| format!("{name} is not installed: on Debian, apt-get install {package}"))
+    };
+    match id {
+        "S33" => program("tc", "iproute2"),
+        "S18" | "S44" => program("iptables", "iptables"),
+        "S21" => program("iptables", "iptables").or_else(|| program("tc", "iproute2")),
+        "S35" => faults::clock::library()
+            .is_none()
+            .then(|| "libfaketime is not installed: on Debian, apt-get install faketime".to_owned()),
+        "S38" | "S39" => faults::resources::missing(),
+        _ => None,
+    }
+}
+
 /// A drain with another grace for upgraded connections, in seconds.
 fn grace(seconds: u64) -> Drain {
     Drain { grace: Duration::from_secs(seconds), ..Drain::default() }
+}
 }
 
 /// Returns how a scenario is set up.
@@ -217,8 +306,22 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
         "S02" => Setup { agents: 48, double: 24, connections: 1, ..setup },
         "S03" => Setup { connections: 1, only: Some(0), ..setup },
         "S01" | "S05" | "S57" => Setup { connections: 1, ..setup },
+        "S04" => Setup { connections: 1, only: Some(phases::OWNER), ..setup },
         "S09" | "S58" | "S36" if !quick => Setup { drain: grace(10), ..setup },
         "S09G" => Setup { drain: grace(600), ..setup },
+        "S18" => Setup { more_agents: 40, ..setup },
+        "S20" => Setup { replicas: 5, ..setup },
+        "S26" | "S28" | "S45" => Setup { more_agents: 1, ..setup },
+        "S37" => Setup { one_build: true, drain: grace(if quick { 3 } else { 10 }), ..setup },
+        "S33" => Setup { connections: 1, only: Some(0), more_agents: 60, ..setup },
+        "S35" => Setup { clock: Some(clock::STEPPED), ..setup },
+        "S38" => Setup {
+            more_agents: 1,
+            audits: false,
+            audit_disk: Some(512),
+            config: json!({ "limits": { "waiters_per_agent": limits::WAITERS, "waiters": 4 * limits::WAITERS } }),
+            ..setup
+        },
         "S13" => Setup { replicas: 5, ..setup },
         "S30" => Setup { replicas: 4, pinned: 12, ..setup },
         "S48" if quick => Setup { replicas: 4, agents: 200, pinned: 100, ..setup },
@@ -239,6 +342,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S01" => process::killed_idle(run).await,
         "S02" => kills::killed_under_load(run).await,
         "S03" => process::router_killed(run).await,
+        "S04" => phases::in_each_phase(run).await,
         "S05" => process::two_killed(run).await,
         "S06" => process::all_killed(run).await,
         "S07" => process::crash_loop(run).await,
@@ -247,24 +351,42 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S09G" => restarts::default_grace(run).await,
         "S10" => network::pair(run).await,
         "S11" => network::isolated(run).await,
-        "S12" => network::deaf(run).await,
+        "S12" => {
+            network::deaf(run).await?;
+            packets::one_way(run).await
+        }
         "S13" => network::split(run).await,
         "S14" => network::flapping(run).await,
         "S15" => network::ring(run).await,
         "S16" => network::join(run).await,
         "S17" => network::bridge(run).await,
-        "S18" => network::lossy(run).await,
+        "S18" => packets::lossy(run).await,
         "S19" => network::without_udp(run).await,
+        "S20" => packets::fragments(run).await,
+        "S21" => packets::tcp(run).await,
         "S22" => network::half_open(run).await,
         "S25" => registry::waiters(run).await,
+        "S26" => limits::waiter_storm(run).await,
         "S27" => registry::churn(run).await,
+        "S28" => registry::moves(run).await,
         "S29" => process::one_by_one(run).await,
         "S30" => soak::elastic(run).await,
         "S31" => soak::storm(run).await,
-        "S39" => process::starved(run).await,
+        "S33" => packets::slow_peer(run).await,
+        "S35" => clock::stepped(run).await,
+        "S37" => upgrade::and_back(run).await,
+        "S38" => limits::exhausted(run).await,
+        "S39" => {
+            process::starved(run).await?;
+            limits::throttled(run).await
+        }
+        "S44" => packets::poisoned(run).await,
+        "S45" => strangers::without_secret(run).await,
+        "S46" => limits::abused(run).await,
         "S48" => soak::soak(run).await,
         "S57" => process::edge_killed(run).await,
         "S58" => restarts::owner_drains(run).await,
+        "S60" => limits::slow_readers(run).await,
         _ => bail!("{id} is in the table and has no steps"),
     }
 }

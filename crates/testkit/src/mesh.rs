@@ -76,6 +76,10 @@ pub struct Options {
     pub seeds: Vec<SocketAddr>,
     /// The folder in which each replica writes its audit log, `audit-<number>.jsonl`; `None`: none is written.
     pub audits: Option<PathBuf>,
+    /// Additional environment variables of one replica.
+    pub env: BTreeMap<usize, Vec<(String, String)>>,
+    /// The build that all replicas run at first, by its number in `KAS_PROGRAMS`; `None`: they take turns.
+    pub build: Option<usize>,
 }
 
 impl Default for Options {
@@ -92,6 +96,8 @@ impl Default for Options {
             start: true,
             seeds: Vec::new(),
             audits: None,
+            env: BTreeMap::new(),
+            build: None,
         }
     }
 }
@@ -262,9 +268,17 @@ impl Mesh {
             secrets: vec![self.api_secret.clone()],
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
-            replica: n,
-            ..kas::Options::default()
+            env: self.options.env.get(&n).cloned().unwrap_or_default(),
+            replica: self.options.build.unwrap_or(n),
         }
+    }
+
+    /// Lets a replica run another build from its next start on, by its number in `KAS_PROGRAMS`.
+    ///
+    /// # Panics
+    /// When it was never started.
+    pub fn set_build(&mut self, n: usize, build: usize) {
+        self.replicas[n].as_mut().expect("the replica was started").set_build(build);
     }
 
     /// Waits until a replica is ready.

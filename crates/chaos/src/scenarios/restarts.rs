@@ -61,19 +61,29 @@ pub(super) async fn owner_drains(run: &mut Run) -> Result<()> {
 }
 
 async fn restart(run: &mut Run, n: usize) -> Result<()> {
+    leave(run, n).await?;
+    back(run, n).await
+}
+
+/// Shuts a replica down, and measures how long that takes.
+pub(super) async fn leave(run: &mut Run, n: usize) -> Result<()> {
     let drain = run.setup.drain;
     // Every load of these scenarios has upgraded connections through every replica.
     let bound = drain.delay + drain.timeout.max(drain.grace + ENDS);
     let took = run.leave_within(n, bound + Duration::from_secs(30)).await?;
     run.measure(&T_DRAIN, [took.as_secs_f64() * 1000.0]);
     run.measure(&DRAIN_BOUND, [took.saturating_sub(bound).as_secs_f64() * 1000.0]);
+    Ok(())
+}
+
+pub(super) async fn back(run: &mut Run, n: usize) -> Result<()> {
     run.restart(n).await?;
     // As an orchestrator: the next one only when all is well.
     run.settled(Duration::from_secs(40)).await.map(drop)
 }
 
 /// Ends the load, and counts what became of it.
-async fn ended(run: &mut Run) {
+pub(super) async fn ended(run: &mut Run) {
     run.unload().await;
     let drain = run.setup.drain;
     let (success, watches, streams, execs) = {
