@@ -53,7 +53,7 @@ type Sender = http2::SendRequest<Full<Bytes>>;
 #[derive(Debug)]
 pub(crate) struct Client {
     doors: Vec<Door>,
-    secret: Vec<u8>,
+    secret: Mutex<Vec<u8>>,
     user: String,
     token: Mutex<Option<(Instant, String)>>,
     links: Vec<[tokio::sync::Mutex<Option<Sender>>; 2]>,
@@ -76,7 +76,7 @@ impl Ended {
 impl Client {
     pub(crate) fn new(doors: Vec<Door>, secret: Vec<u8>, user: String) -> Arc<Self> {
         let links = doors.iter().map(|_| Default::default()).collect();
-        Arc::new(Self { doors, secret, user, token: Mutex::default(), links })
+        Arc::new(Self { doors, secret: Mutex::new(secret), user, token: Mutex::default(), links })
     }
 
     /// Returns a token of GitLab for a call of the API.
@@ -85,11 +85,18 @@ impl Client {
         match &*kept {
             Some((since, token)) if since.elapsed() < TOKEN => token.clone(),
             _ => {
-                let token = Jwt::new(&self.secret).claim("exp", json!(now() + 3600)).encode();
+                let token = Jwt::new(&self.secret.lock()).claim("exp", json!(now() + 3600)).encode();
                 *kept = Some((Instant::now(), token.clone()));
                 token
             }
         }
+    }
+
+    /// Signs with this secret from now on.
+    pub(crate) fn set_secret(&self, secret: &[u8]) {
+        let mut kept = self.token.lock();
+        secret.clone_into(&mut self.secret.lock());
+        *kept = None;
     }
 
     async fn link(&self, replica: usize, kubernetes: bool) -> Result<Sender, String> {

@@ -27,12 +27,14 @@ pub(crate) fn whole(id: &str, quick: bool, history: &History) -> Vec<Measured> {
         "S02" if !quick => {
             vec![one(&SUCCESS, totals.success()), one(&NOT_UNKNOWN, Some(failed)), idempotent]
         }
-        "S02" | "S03" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
+        "S02" | "S03" | "S21b" | "S24" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S09" | "S36" | "S58" => vec![
             one(&SUCCESS_ALL, totals.success()),
             one(&UNCLEAN_WATCHES, Some(f64::from(unclean_watches(history)))),
         ],
-        "S18" | "S19" | "S22" => vec![one(&SUCCESS_ALL, totals.success())],
+        "S18" | "S19" | "S22" | "S23" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" => {
+            vec![one(&SUCCESS_ALL, totals.success())]
+        }
         "S25" => {
             let (mut local, mut remote) = (Measured::new(&T_UNBLOCK_LOCAL), Measured::new(&T_UNBLOCK_REMOTE));
             for (is_local, time) in unblocked(history) {

@@ -111,6 +111,14 @@ pub(crate) const T_KILL: Row = times(
     "kas 5 min; Akka 25 to 45 s; Phoenix, konnectivity 30 s; memberlist 5 s; Restate 1 s",
     "SIGKILL to the first look, each 50 ms, at a survivor's list of replicas that has it neither live nor suspect",
 );
+/// The same with Redis: the key of a replica lives for two seconds in these runs.
+pub(crate) const T_KILL_REDIS: Row = times(
+    "T_kill with Redis",
+    3_000.0,
+    5_000.0,
+    "kas 5 min",
+    "SIGKILL to the first look, each 50 ms, at a survivor's list of replicas without it; table.ttl is 2 s",
+);
 pub(crate) const T_PURGE: Row = times(
     "T_purge",
     5_000.0,
@@ -152,6 +160,41 @@ pub(crate) const T_RESUME: Row = times(
     1_000.0,
     "etcd 20418: stale reads after a pause",
     "SIGCONT to the first look, each 500 ms, at which each other replica trusts it",
+);
+pub(crate) const T_RESUME_REDIS: Row = times(
+    "T_resume with Redis",
+    2_000.0,
+    5_000.0,
+    "etcd 20418: stale reads after a pause",
+    "SIGCONT to the first look, each 500 ms, at which each other replica trusts it",
+);
+pub(crate) const T_REDIS: Row = times(
+    "T_redis",
+    2_000.0,
+    5_000.0,
+    "kas: up to 4 min, its refresh",
+    "Redis serves again, empty or not, to equal views of all replicas, seen each 500 ms",
+);
+pub(crate) const T_FAILOVER_REDIS: Row = times(
+    "T_failover of Redis",
+    8_000.0,
+    15_000.0,
+    "Sentinel's own share: 1 s of silence, and its election",
+    "SIGKILL of the primary to equal views of all replicas through the new one, seen each 500 ms",
+);
+pub(crate) const T_IDENTITY: Row = times(
+    "T_identity",
+    15_000.0,
+    35_000.0,
+    "kas 1 min: its cache of errors",
+    "GitLab answers again to the first look, each 500 ms, at which every agent that it was not asked about is there",
+);
+pub(crate) const T_REVOKE: Row = times(
+    "T_revoke",
+    1_000.0,
+    5_000.0,
+    "kas 5 min",
+    "the token is removed from the files to the first look, each 100 ms, at each replica without its agents",
 );
 pub(crate) const T_HALFOPEN: Row = times(
     "T_halfopen",
@@ -204,6 +247,17 @@ pub(crate) const UNCLEAN_WATCHES: Row =
     counts("unclean watches", "watches", 0.0, "watches that did not end in order when their replica left");
 pub(crate) const TWICE: Row =
     counts("waiters not released", "requests", 0.0, "requests that waited and did not get a response");
+
+pub(crate) const IDLED: Row =
+    counts("connections closed as idle", "connections", 0.0, "what a balancer with a timer of 60 s closed");
+pub(crate) const STRANGERS: Row =
+    counts("strangers", "replicas", 0.0, "replicas of another cluster in a list of this one, or the reverse");
+pub(crate) const LET_IN: Row = counts(
+    "let in unverified",
+    "agents",
+    0.0,
+    "agents with a tunnel although their token could not be verified, or was revoked",
+);
 
 #[cfg(test)]
 mod tests {

@@ -13,26 +13,28 @@ use crate::{
     judge::{self, Totals},
     measure::{Better, Measured},
     run::Finished,
-    scenarios::{ALL, Scenario},
+    table::{ALL, Scenario, Tracker},
     timeline,
 };
 
 /// Whether a scenario passed, and why not.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
-    pub(crate) id: &'static str,
+    pub(crate) name: String,
     pub(crate) failures: Vec<String>,
 }
 
 /// Judges a finished run, keeps its summary and picture in `out`, and its history if it failed.
 pub(crate) fn keep(
     scenario: &Scenario,
+    tracker: Tracker,
     finished: &Finished,
     error: Option<&anyhow::Error>,
     quick: bool,
     out: &Path,
 ) -> Result<Verdict> {
     let history = &finished.history;
+    let name = scenario.name(tracker);
     let checked = history::check(history);
     let mut measured = finished.measured.clone();
     measured.extend(judge::whole(scenario.id, quick, history));
@@ -48,7 +50,8 @@ pub(crate) fn keep(
     failures.extend(checked.breaches().map(ToString::to_string));
     let totals = Totals::of(history);
     let summary = json!({
-        "id": scenario.id,
+        "name": name,
+        "tracker": tracker.as_str(),
         "seed": history.header.seed,
         "commit": history.header.commit,
         "quick": quick,
@@ -66,16 +69,16 @@ pub(crate) fn keep(
         "notes": finished.notes,
     });
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
-    std::fs::write(out.join(format!("{}.json", scenario.id)), serde_json::to_vec_pretty(&summary)?)?;
-    let title = format!("{}: {}", scenario.id, scenario.what);
-    std::fs::write(out.join(format!("{}.svg", scenario.id)), timeline::svg(&title, history))?;
+    std::fs::write(out.join(format!("{name}.json")), serde_json::to_vec_pretty(&summary)?)?;
+    let title = format!("{name}: {}", scenario.what);
+    std::fs::write(out.join(format!("{name}.svg")), timeline::svg(&title, history))?;
     print(&summary);
     if !failures.is_empty() {
         let path = history_file(out, history);
         history::write(history, std::io::BufWriter::new(std::fs::File::create(&path)?))?;
         eprintln!("  the history is in {}", path.display());
     }
-    Ok(Verdict { id: scenario.id, failures })
+    Ok(Verdict { name, failures })
 }
 
 fn history_file(out: &Path, history: &History) -> PathBuf {
@@ -166,12 +169,15 @@ pub(crate) fn write(out: &Path, docs: &Path) -> Result<()> {
     let pictures = docs.join("chaos");
     std::fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
     let mut summaries = Vec::new();
-    for scenario in ALL {
-        let path = out.join(format!("{}.json", scenario.id));
+    let named = |scenario: &'static Scenario| {
+        scenario.trackers.iter().map(move |tracker| (scenario, scenario.name(*tracker)))
+    };
+    for (scenario, name) in ALL.iter().flat_map(named) {
+        let path = out.join(format!("{name}.json"));
         let Ok(bytes) = std::fs::read(&path) else { continue };
         let summary: Value =
             serde_json::from_slice(&bytes).with_context(|| format!("{} is no summary", path.display()))?;
-        let picture = format!("{}.svg", scenario.id);
+        let picture = format!("{name}.svg");
         std::fs::copy(out.join(&picture), pictures.join(&picture))?;
         summaries.push((scenario, summary));
     }
@@ -199,14 +205,19 @@ fn document(summaries: &[(&Scenario, Value)]) -> String {
     // Writing to a string does not fail.
     let _ = writeln!(out, "\n## Scenarios\n\n| | fault | asserted | result |\n| --- | --- | --- | --- |");
     for scenario in ALL {
-        let found = summaries.iter().find(|(other, _)| other.id == scenario.id);
-        let result = match (found, scenario.elsewhere) {
-            (Some((_, summary)), _) if list(&summary["failures"]).is_empty() => {
-                format!("[passes](#{})", scenario.id.to_lowercase())
-            }
-            (Some(_), _) => format!("[**FAILS**](#{})", scenario.id.to_lowercase()),
-            (None, Some(why)) => format!("does not run here: {why}"),
-            (None, None) => "was not run".to_owned(),
+        let found = summaries.iter().filter(|(other, _)| other.id == scenario.id);
+        let links: Vec<String> = found
+            .map(|(_, summary)| {
+                let passes = list(&summary["failures"]).is_empty();
+                let words = if passes { "passes" } else { "**FAILS**" };
+                let with = if summary["tracker"] == "redis" { " with Redis" } else { "" };
+                format!("[{words}{with}](#{})", text(&summary["name"]).to_lowercase())
+            })
+            .collect();
+        let result = match (links.is_empty(), scenario.elsewhere) {
+            (false, _) => links.join(", "),
+            (true, Some(why)) => format!("does not run here: {why}"),
+            (true, None) => "was not run".to_owned(),
         };
         let _ = writeln!(out, "| {} | {} | {} | {result} |", scenario.id, scenario.what, scenario.asserted);
     }
@@ -218,17 +229,16 @@ fn document(summaries: &[(&Scenario, Value)]) -> String {
 
 fn section(out: &mut String, scenario: &Scenario, summary: &Value) {
     let totals = &summary["totals"];
+    let name = text(&summary["name"]);
     let _ = writeln!(
         out,
-        "\n## {}\n\n{}. Seed {}, commit {}, {} s{}.\n\n![{}](chaos/{}.svg)\n",
-        scenario.id,
+        "\n## {name}\n\n{}{}. Seed {}, commit {}, {} s{}.\n\n![{name}](chaos/{name}.svg)\n",
         scenario.what,
+        if summary["tracker"] == "redis" { ", with Redis" } else { "" },
         summary["seed"],
         text(&summary["commit"]),
         summary["seconds"],
         if summary["quick"] == true { ", the quick form" } else { "" },
-        scenario.id,
-        scenario.id
     );
     let _ = writeln!(
         out,
@@ -295,7 +305,7 @@ mod tests {
     #[test]
     fn a_failing_row_stays_as_failing() {
         let scenario = &ALL[1];
-        let summary = json!({ "failures": ["T_kill is 600, the gate is 500"], "totals": {}, "measured": [] });
+        let summary = json!({ "name": "S02", "failures": ["T_kill is 600, the gate is 500"], "totals": {}, "measured": [] });
         let text = document(&[(scenario, summary)]);
         assert!(text.contains("[**FAILS**](#s02)") && text.contains("**Fails**: T_kill is 600"), "{text}");
         assert!(text.contains("| S01 |") && text.contains("was not run"), "{text}");

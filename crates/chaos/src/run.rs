@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::Duration,
@@ -24,17 +25,19 @@ use tokio::time::{Instant, sleep};
 use crate::{
     client::{Client, Door},
     clock::{self, millis},
+    faults::outside::{HOSTS, Outside, Wanted},
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
     observer::{Observed, Observer, look},
+    table::Tracker,
 };
 
 /// The port of the Kubernetes endpoint.
-const KUBERNETES: u16 = 8154;
+pub(crate) const KUBERNETES: u16 = 8154;
 /// Agents that are asked for at every replica.
 const WATCHED: i64 = 8;
 /// Hosts for agents, after those of the replicas.
-const AGENT_HOSTS: usize = 2;
+pub(crate) const AGENT_HOSTS: usize = 2;
 /// Everything that a run waits for takes at most this long.
 const LONG: Duration = Duration::from_secs(40);
 
@@ -69,6 +72,8 @@ pub(crate) struct Setup {
     pub(crate) only: Option<usize>,
     /// Replicas that are started at first; the others when the scenario says so.
     pub(crate) started: usize,
+    /// What is there beside replicas and agents.
+    pub(crate) wanted: Wanted,
 }
 
 impl Default for Setup {
@@ -83,6 +88,7 @@ impl Default for Setup {
             config: json!({}),
             only: None,
             started: usize::MAX,
+            wanted: Wanted::default(),
         }
     }
 }
@@ -96,9 +102,14 @@ struct Swarm {
 
 /// A run.
 pub(crate) struct Run {
+    // Before the network of the mesh, on which it is.
+    pub(crate) outside: Outside,
     pub(crate) mesh: Mesh,
+    pub(crate) tracker: Tracker,
     pub(crate) history: Shared,
     pub(crate) client: Arc<Client>,
+    /// The token of the user of the Kubernetes endpoint.
+    pub(crate) user: String,
     pub(crate) ids: Ids,
     pub(crate) rng: StdRng,
     pub(crate) quick: bool,
@@ -117,7 +128,8 @@ pub(crate) struct Run {
 impl Run {
     /// Starts the replicas and the first swarm, and waits until all replicas see all agents.
     pub(crate) async fn start(
-        id: &str,
+        name: &str,
+        tracker: Tracker,
         seed: u64,
         setup: Setup,
         quick: bool,
@@ -145,27 +157,34 @@ impl Run {
             "drain": { "delay": "1s", "timeout": "10s", "upgrade_grace": "3s" },
         });
         merge(&mut config, setup.config.clone());
-        let mesh = Mesh::start_with(mesh::Options {
+        let mut mesh = Mesh::start_with(mesh::Options {
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
             hosts: true,
-            more_hosts: AGENT_HOSTS,
+            more_hosts: AGENT_HOSTS + HOSTS,
             start: false,
             ..mesh::Options::default()
         })
         .await?;
+        let hosts = setup.replicas + AGENT_HOSTS;
+        let sizes = (setup.replicas, setup.agents + setup.more_agents, hosts);
+        let outside = Outside::start(&mut mesh, tracker, setup.wanted, sizes, KUBERNETES, seed).await?;
         let all: Vec<usize> = (0..setup.replicas).collect();
-        let doors = all.iter().map(|n| Door {
-            name: mesh.private(*n).to_string(),
-            api: mesh.api(*n),
-            kubernetes: (mesh.api(*n).ip(), KUBERNETES).into(),
+        let doors = all.iter().map(|n| {
+            let wires = outside.doorways.get(*n);
+            let straight = (mesh.api(*n).ip(), KUBERNETES).into();
+            Door {
+                name: mesh.private(*n).to_string(),
+                api: wires.map_or(mesh.api(*n), |wires| wires.api.address()),
+                kubernetes: wires.map_or(straight, |wires| wires.kubernetes.address()),
+            }
         });
         let client = Client::new(doors.collect(), mesh.api_secret().to_vec(), user.clone());
-        std::fs::write(folder.path().join("forbidden"), [user, client.token()].join("\n"))?;
+        std::fs::write(folder.path().join("forbidden"), [user.as_str(), &client.token()].join("\n"))?;
         let history = Shared::default();
         history.lock().header = history::Header {
-            scenario: id.to_owned(),
+            scenario: name.to_owned(),
             seed,
             commit: commit.to_owned(),
             bounds: Bounds { early: 3 * SECOND, ..Bounds::default() },
@@ -176,9 +195,12 @@ impl Run {
         let watched: Vec<i64> = (1..=setup.agents.min(WATCHED)).collect();
         let observer = Observer::start(&observed, &watched, &client, &history);
         let mut run = Self {
+            outside,
             mesh,
+            tracker,
             history,
             client,
+            user,
             ids: Ids::default(),
             rng: StdRng::seed_from_u64(seed),
             quick,
@@ -213,6 +235,14 @@ impl Run {
         self.mesh.private(n).to_string()
     }
 
+    /// The row of a time in which replicas learn of another one: with Redis, it is the life of its key.
+    pub(crate) fn learns(&self, gossip: &'static Row, redis: &'static Row) -> &'static Row {
+        match self.tracker {
+            Tracker::Gossip => gossip,
+            Tracker::Redis => redis,
+        }
+    }
+
     /// Prints what happens, and when.
     pub(crate) fn say(&self, what: &str) {
         eprintln!("  [{:>6.1} s] {what}", self.begun.elapsed().as_secs_f64());
@@ -236,13 +266,26 @@ impl Run {
     /// this host for agents. Returns its number, and does not wait until it is connected.
     pub(crate) async fn swarm(
         &mut self,
-        (first, count, clusters, connections): (i64, i64, i64, usize),
+        plan: (i64, i64, i64, usize),
         only: Option<usize>,
         host: usize,
     ) -> Result<usize> {
         let replicas = only.map_or_else(|| (0..self.setup.replicas).collect(), |only| vec![only]);
-        let addresses: Vec<_> =
-            replicas.into_iter().map(|n| format!("grpc://{}", self.mesh.agents(n))).collect();
+        let addresses = replicas.into_iter().map(|n| {
+            let wire = self.outside.doorways.get(n).map(|wires| wires.agents.address());
+            wire.unwrap_or_else(|| self.mesh.agents(n))
+        });
+        self.swarm_at(plan, addresses.collect(), host).await
+    }
+
+    /// As [`swarm`](Self::swarm), at these listeners for agents.
+    pub(crate) async fn swarm_at(
+        &mut self,
+        (first, count, clusters, connections): (i64, i64, i64, usize),
+        addresses: Vec<SocketAddr>,
+        host: usize,
+    ) -> Result<usize> {
+        let addresses: Vec<String> = addresses.iter().map(|at| format!("grpc://{at}")).collect();
         let number = self.swarms.len();
         let history = self.folder.path().join(format!("swarm-{number}.jsonl"));
         let arguments = [

@@ -98,6 +98,8 @@ pub struct Mesh {
     replicas: Vec<Option<Kas>>,
     addresses: Vec<IpAddr>,
     options: Options,
+    /// Configuration of single replicas, over that of all.
+    own: BTreeMap<usize, Value>,
     api_secret: Vec<u8>,
     private_secret: Vec<u8>,
     dir: TempDir,
@@ -183,6 +185,7 @@ impl Mesh {
         let mut mesh = Self {
             replicas: (0..options.replicas).map(|_| None).collect(),
             addresses,
+            own: BTreeMap::new(),
             api_secret: rand::random::<[u8; 32]>().to_vec(),
             private_secret: rand::random::<[u8; 32]>().to_vec(),
             dir: TempDir::with_prefix("mesh-test-")?,
@@ -231,6 +234,11 @@ impl Mesh {
         merge(&mut self.options.config, config);
     }
 
+    /// Puts this into the configuration of one replica, when it is started for the first time.
+    pub fn add_config_of(&mut self, n: usize, config: Value) {
+        merge(self.own.entry(n).or_insert(json!({})), config);
+    }
+
     fn options_of(&self, n: usize) -> kas::Options {
         let seeds = (0..self.replicas.len()).map(|n| self.private(n)).chain(self.options.seeds.clone());
         let seeds: Vec<String> = seeds.map(|seed| seed.to_string()).collect();
@@ -247,6 +255,9 @@ impl Mesh {
             "discovery": discovery,
         });
         merge(&mut config, self.options.config.clone());
+        if let Some(own) = self.own.get(&n) {
+            merge(&mut config, own.clone());
+        }
         kas::Options {
             agents: (1..=self.options.agents).map(AgentEntry::new).collect(),
             secrets: vec![self.api_secret.clone()],
