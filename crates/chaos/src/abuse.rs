@@ -10,7 +10,6 @@ use std::{
 };
 
 use anyhow::Result;
-use clap::Args;
 use process::lifecycle::Signals;
 use rand::{Rng as _, RngExt as _, SeedableRng as _, rngs::StdRng};
 use serde_json::json;
@@ -20,6 +19,8 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout},
 };
+
+use crate::arguments::AbuseArgs;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEADERS: u8 = 1;
@@ -35,20 +36,6 @@ const LASTS: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(200);
 /// Bytes that one connection sends at most.
 const MOST: usize = 256 * 1024;
-
-/// Connections that abuse HTTP/2, for a run of chaos
-#[derive(Args, Clone, Debug)]
-pub(crate) struct AbuseArgs {
-    /// Addresses, separated by commas
-    #[arg(long, value_delimiter = ',')]
-    targets: Vec<SocketAddr>,
-    /// How many at once
-    #[arg(long)]
-    connections: usize,
-    /// Choices
-    #[arg(long)]
-    seed: u64,
-}
 
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     // Payloads here are far below 2^24 bytes.

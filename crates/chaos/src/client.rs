@@ -71,7 +71,7 @@ pub(crate) enum Upgrade {
 #[derive(Debug)]
 pub(crate) struct Client {
     doors: Vec<Door>,
-    secret: Vec<u8>,
+    secret: Mutex<Vec<u8>>,
     user: String,
     /// How long tokens are valid, in seconds; negative: they are not.
     valid: i64,
@@ -101,12 +101,12 @@ impl Client {
     /// As [`new`](Self::new), with tokens that are valid for this many seconds from now.
     fn with_tokens(doors: Vec<Door>, secret: Vec<u8>, user: String, valid: i64) -> Arc<Self> {
         let links = doors.iter().map(|_| Default::default()).collect();
-        Arc::new(Self { doors, secret, user, valid, token: Mutex::default(), links })
+        Arc::new(Self { doors, secret: Mutex::new(secret), user, valid, token: Mutex::default(), links })
     }
 
     /// Returns a client of the same replicas whose tokens ended hours ago, and whose user nobody knows.
     pub(crate) fn expired(&self, user: String) -> Arc<Self> {
-        Self::with_tokens(self.doors.clone(), self.secret.clone(), user, -SKEW)
+        Self::with_tokens(self.doors.clone(), self.secret.lock().clone(), user, -SKEW)
     }
 
     /// Returns a client of the same replicas with another secret and user.
@@ -121,7 +121,7 @@ impl Client {
 
     /// Returns a client with connections of its own, of one replica only.
     pub(crate) fn alone(&self, replica: usize) -> Arc<Self> {
-        Self::new(vec![self.doors[replica].clone()], self.secret.clone(), self.user.clone())
+        Self::new(vec![self.doors[replica].clone()], self.secret.lock().clone(), self.user.clone())
     }
 
     /// Returns where a replica serves clients.
@@ -136,7 +136,7 @@ impl Client {
 
     /// Returns a token that GitLab would have signed, with these claims over the usual ones.
     pub(crate) fn token_with(&self, claims: &[(&str, i64)]) -> String {
-        let token = Jwt::new(&self.secret);
+        let token = Jwt::new(&self.secret.lock());
         claims.iter().fold(token, |token, (name, value)| token.claim(name, json!(value))).encode()
     }
 
@@ -147,7 +147,7 @@ impl Client {
             Some((since, token)) if since.elapsed() < TOKEN => token.clone(),
             _ => {
                 let from = now() + self.valid.min(0) - SKEW;
-                let token = Jwt::new(&self.secret)
+                let token = Jwt::new(&self.secret.lock())
                     .claim("nbf", json!(from))
                     .claim("exp", json!(now() + self.valid))
                     .encode();
@@ -155,6 +155,13 @@ impl Client {
                 token
             }
         }
+    }
+
+    /// Signs with this secret from now on.
+    pub(crate) fn set_secret(&self, secret: &[u8]) {
+        let mut kept = self.token.lock();
+        secret.clone_into(&mut self.secret.lock());
+        *kept = None;
     }
 
     async fn link(&self, replica: usize, kubernetes: bool) -> Result<Sender, String> {

@@ -1,9 +1,9 @@
 //! The Kubernetes API server of an agent of the swarm: it records each request, and knows three of them.
 //!
 //! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms,
-//! and an upgraded connection of the pod `x-ID` returns each byte. `POST …/e-ID`, `…/h-ID` and `…/t-ID` do the
-//! same as the first, and pause for [`PAUSE`] before the head, in the middle of the body, and before its end.
-//! The log of the pod `f-ID` has no end.
+//! and an upgraded connection of the pod `x-ID` returns each byte. `POST …/e-ID`, `…/h-ID` and `…/t-ID` do
+//! the same as the first, and pause for [`PAUSE`] before the head, in the middle of the body, and before its
+//! end. The log of the pod `f-ID` has no end.
 
 use std::{convert::Infallible, time::Duration};
 

@@ -30,8 +30,10 @@ pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
             remote.values.extend(times.map(|(_, time)| millis(time)));
             vec![one(&SUCCESS_ALL, totals.success()), remote]
         }
-        "S19" | "S20" | "S22" | "S28" | "S45" => vec![one(&SUCCESS_ALL, totals.success())],
-        "S21" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
+        "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45" => {
+            vec![one(&SUCCESS_ALL, totals.success())]
+        }
+        "S21" | "S21b" | "S24" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S25" => {
             let (mut local, mut remote) = (Measured::new(&T_UNBLOCK_LOCAL), Measured::new(&T_UNBLOCK_REMOTE));
             for (is_local, time) in unblocked(history) {

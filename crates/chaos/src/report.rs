@@ -11,33 +11,65 @@ use std::{
 use anyhow::{Context as _, Result};
 use history::History;
 
-use crate::{judge, measure::Measured, run::Finished, scenarios::Scenario, slope::Slope, timeline};
+use crate::{
+    judge,
+    measure::Measured,
+    run::Finished,
+    slope::Slope,
+    table::{Scenario, Tracker},
+    timeline,
+};
 
+use self::result::FAILS;
 pub(crate) use self::result::RunResult;
 
 /// Where the report and its pictures are, below the folder of the documentation or of the results.
 const PAGE: &str = "chaos.md";
 const PICTURES: &str = "images/chaos";
 
+/// What makes runs of one scenario incomparable.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Form {
+    pub(crate) quick: bool,
+    pub(crate) tracker: Tracker,
+    /// Times are shown beside their gates, and fail nothing.
+    pub(crate) no_gates: bool,
+}
+
+impl std::fmt::Display for Form {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.quick { "quick" } else { "full" })?;
+        if self.tracker == Tracker::Redis {
+            write!(f, ", {}", self.tracker.as_str())?;
+        }
+        if self.no_gates {
+            f.write_str(", no gates")?;
+        }
+        Ok(())
+    }
+}
+
 /// Whether a scenario passed, and why not.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
-    pub(crate) id: &'static str,
+    pub(crate) name: String,
     pub(crate) failures: Vec<String>,
 }
 
 /// Judges a finished run, keeps its result and picture in `folder`, and its history if it failed.
 pub(crate) fn keep(
     scenario: &Scenario,
+    form: Form,
     finished: &Finished,
     error: Option<&anyhow::Error>,
-    form: &str,
     folder: &Path,
 ) -> Result<Verdict> {
     let history = &finished.history;
+    let name = scenario.name(form.tracker);
     let mut measured: Vec<Measured> = finished.measured.clone();
     measured.extend(judge::whole(scenario.id, history));
     let mut result = RunResult::of(history, &measured, form);
+    scenario.id.clone_into(&mut result.id);
     result.failures.extend(finished.slopes.iter().filter_map(Slope::failure));
     if let Some(error) = error {
         result.failures.insert(0, format!("{error:#}"));
@@ -48,37 +80,38 @@ pub(crate) fn keep(
     // Shown to people; nothing is decided by it.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     result.started = now.saturating_sub(finished.took).as_secs();
-    result.save(folder, &timeline::svg(scenario.id, scenario.what, history))?;
+    result.save(folder, &timeline::svg(&name, scenario.what, history))?;
     print(&result);
     if !result.passes() {
         let path = history_file(folder, history);
         history::write(history, std::io::BufWriter::new(std::fs::File::create(&path)?))?;
         eprintln!("  the history is in {}", path.display());
     }
-    Ok(Verdict { id: scenario.id, failures: result.failures })
+    Ok(Verdict { name, failures: result.failures })
 }
 
 /// Keeps that a scenario did not get as far as a history.
 pub(crate) fn keep_failure(
     scenario: &Scenario,
-    header: (u64, &str),
-    form: &str,
+    form: Form,
+    (seed, commit): (u64, &str),
     failures: Vec<String>,
     folder: &Path,
 ) -> Result<Verdict> {
-    let (seed, commit) = header;
+    let name = scenario.name(form.tracker);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let result = RunResult {
         id: scenario.id.to_owned(),
-        form: form.to_owned(),
+        form: form.to_string(),
+        no_gates: form.no_gates,
         started: now,
         seed,
         commit: commit.to_owned(),
         failures: failures.clone(),
         ..RunResult::default()
     };
-    result.save(folder, &timeline::svg(scenario.id, scenario.what, &History::default()))?;
-    Ok(Verdict { id: scenario.id, failures })
+    result.save(folder, &timeline::svg(&name, scenario.what, &History::default()))?;
+    Ok(Verdict { name, failures })
 }
 
 fn history_file(folder: &Path, history: &History) -> PathBuf {
@@ -113,7 +146,11 @@ fn print(result: &RunResult) {
     eprintln!("  {}", page::totals(result));
     for quantity in &result.measured {
         let [p50, p99, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
-        let failed = if quantity.verdict() == "**fails**" { "  FAILED" } else { "" };
+        let failed = match (quantity.verdict(), quantity.is_gated(result.no_gates)) {
+            (FAILS, true) => "  FAILED",
+            (FAILS, false) => "  over its gate",
+            _ => "",
+        };
         eprintln!(
             "  {:<32} p50 {p50} p99 {p99} max {worst} {} (N {}; target {}, gate {}){failed}",
             quantity.name,
@@ -157,6 +194,14 @@ fn short(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn forms_keep_runs_apart() {
+        let form = Form { quick: true, tracker: Tracker::Gossip, no_gates: false };
+        assert_eq!(form.to_string(), "quick");
+        let form = Form { quick: false, tracker: Tracker::Redis, no_gates: true };
+        assert_eq!(form.to_string(), "full, redis, no gates");
+    }
 
     #[test]
     fn numbers_are_short() {

@@ -1,9 +1,11 @@
 //! One run of a scenario: replicas, agents, load, faults, and the history of all of it.
 
 mod end;
+mod setup;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::Duration,
@@ -25,28 +27,36 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-pub(crate) use self::end::Finished;
+pub(crate) use self::{
+    end::Finished,
+    setup::{Drain, Setup},
+};
 use crate::{
     client::{Client, Door},
     clock::{self, millis},
-    faults::{clock::WallClock, resources::SmallDisk},
+    faults::{
+        clock::WallClock,
+        outside::{HOSTS, Outside},
+        resources::SmallDisk,
+    },
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
     observer::{Observed, Observer},
     outsiders::{self, Outsiders},
     sizes::{Size, Sized, Sizes},
     slope::Slope,
+    table::Tracker,
 };
 
 /// The port of the Kubernetes endpoint.
-const KUBERNETES: u16 = 8154;
+pub(crate) const KUBERNETES: u16 = 8154;
 /// Agents that are asked for at every replica again and again: all, unless there are more. At the end, every
 /// replica is asked for all in any case.
 const WATCHED: i64 = 200;
 /// gRPC streams of every load.
 const STREAMS: usize = 3;
 /// Hosts for agents, after those of the replicas.
-const AGENT_HOSTS: usize = 2;
+pub(crate) const AGENT_HOSTS: usize = 2;
 /// Everything that a run waits for takes at most this long.
 const LONG: Duration = Duration::from_secs(40);
 
@@ -61,81 +71,6 @@ pub(crate) enum Way {
     Holding,
 }
 
-/// How a scenario is set up.
-#[derive(Clone, Debug)]
-pub(crate) struct Setup {
-    pub(crate) replicas: usize,
-    /// Agents that the first swarm connects.
-    pub(crate) agents: i64,
-    /// Agents that identities exist for, beyond those.
-    pub(crate) more_agents: i64,
-    /// Of the first agents, how many have an API server.
-    pub(crate) clusters: i64,
-    /// Connections of each agent.
-    pub(crate) connections: usize,
-    /// Of the agents, how many have two connections whatever the others have: the last ones.
-    pub(crate) double: i64,
-    /// Of the agents, how many are on replica 0 only, with one connection: the first ones. The others then do
-    /// not know replica 0, so that its agents never change.
-    pub(crate) pinned: i64,
-    /// How replicas leave.
-    pub(crate) drain: Drain,
-    /// Whether replicas write audit logs.
-    pub(crate) audits: bool,
-    /// How long a request takes, in milliseconds.
-    pub(crate) work: u64,
-    /// Configuration of kas over that of every run.
-    pub(crate) config: serde_json::Value,
-    /// The only replica that the first agents connect to; `None`: any.
-    pub(crate) only: Option<usize>,
-    /// Replicas that are started at first; the others when the scenario says so.
-    pub(crate) started: usize,
-    /// The replica whose wall clock can be stepped.
-    pub(crate) clock: Option<usize>,
-    /// All replicas run the first build at first, instead of taking turns.
-    pub(crate) one_build: bool,
-    /// The audit logs of all replicas share a disk of so many KiB; `None`: there are none.
-    pub(crate) audit_disk: Option<u32>,
-}
-
-impl Default for Setup {
-    fn default() -> Self {
-        Self {
-            replicas: 3,
-            agents: 24,
-            more_agents: 0,
-            clusters: 12,
-            connections: 2,
-            double: 0,
-            pinned: 0,
-            drain: Drain::default(),
-            audits: true,
-            work: 20,
-            config: json!({}),
-            only: None,
-            started: usize::MAX,
-            clock: None,
-            one_build: false,
-            audit_disk: None,
-        }
-    }
-}
-
-/// How a replica leaves.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Drain {
-    pub(crate) delay: Duration,
-    pub(crate) timeout: Duration,
-    pub(crate) grace: Duration,
-}
-
-impl Default for Drain {
-    fn default() -> Self {
-        let [delay, timeout, grace] = [1, 10, 3].map(Duration::from_secs);
-        Self { delay, timeout, grace }
-    }
-}
-
 /// A process with agents.
 #[derive(Debug)]
 struct Swarm {
@@ -145,9 +80,14 @@ struct Swarm {
 
 /// A run.
 pub(crate) struct Run {
+    // Before the network of the mesh, on which it is.
+    pub(crate) outside: Outside,
     pub(crate) mesh: Mesh,
+    pub(crate) tracker: Tracker,
     pub(crate) history: Shared,
     pub(crate) client: Arc<Client>,
+    /// The token of the user of the Kubernetes endpoint.
+    pub(crate) user: String,
     pub(crate) ids: Ids,
     pub(crate) rng: StdRng,
     pub(crate) quick: bool,
@@ -180,7 +120,8 @@ pub(crate) struct Run {
 impl Run {
     /// Starts the replicas and the first swarm, and waits until all replicas see all agents.
     pub(crate) async fn start(
-        id: &str,
+        name: &str,
+        tracker: Tracker,
         seed: u64,
         setup: Setup,
         quick: bool,
@@ -222,31 +163,38 @@ impl Run {
             (Some(n), Some(wall)) => [(n, wall.environment()?)].into(),
             _ => BTreeMap::new(),
         };
-        let mesh = Mesh::start_with(mesh::Options {
+        let mut mesh = Mesh::start_with(mesh::Options {
             env,
             build: setup.one_build.then_some(0),
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
             hosts: true,
-            more_hosts: AGENT_HOSTS,
+            more_hosts: AGENT_HOSTS + HOSTS,
             start: false,
             audits: setup.audits.then(|| folder.path().to_owned()),
             ..mesh::Options::default()
         })
         .await?;
+        let hosts = setup.replicas + AGENT_HOSTS;
+        let sizes = (setup.replicas, setup.agents + setup.more_agents, hosts);
+        let outside = Outside::start(&mut mesh, tracker, setup.wanted, sizes, KUBERNETES, seed).await?;
         let all: Vec<usize> = (0..setup.replicas).collect();
-        let doors = all.iter().map(|n| Door {
-            name: mesh.private(*n).to_string(),
-            api: mesh.api(*n),
-            kubernetes: (mesh.api(*n).ip(), KUBERNETES).into(),
+        let doors = all.iter().map(|n| {
+            let wires = outside.doorways.get(*n);
+            let straight = (mesh.api(*n).ip(), KUBERNETES).into();
+            Door {
+                name: mesh.private(*n).to_string(),
+                api: wires.map_or(mesh.api(*n), |wires| wires.api.address()),
+                kubernetes: wires.map_or(straight, |wires| wires.kubernetes.address()),
+            }
         });
         let client = Client::new(doors.collect(), mesh.api_secret().to_vec(), user.clone());
         let guest = client.other(mesh.api_secret().to_vec(), guest);
-        std::fs::write(folder.path().join("forbidden"), [user, client.token()].join("\n"))?;
+        std::fs::write(folder.path().join("forbidden"), [user.as_str(), &client.token()].join("\n"))?;
         let history = Shared::default();
         history.lock().header = history::Header {
-            scenario: id.to_owned(),
+            scenario: name.to_owned(),
             seed,
             commit: commit.to_owned(),
             bounds: Bounds { early: 3 * SECOND, ..Bounds::default() },
@@ -259,9 +207,12 @@ impl Run {
         let sized = |n: &usize| Sized { name: mesh.private(*n).to_string(), metrics: mesh.observability(*n) };
         let sizes = Sizes::start(&all.iter().map(sized).collect::<Vec<_>>(), &history);
         let mut run = Self {
+            outside,
             mesh,
+            tracker,
             history,
             client,
+            user,
             ids: Ids::default(),
             rng: StdRng::seed_from_u64(seed),
             quick,
@@ -291,9 +242,9 @@ impl Run {
         }
         let Setup { replicas, agents, double, pinned, clusters, connections, only, .. } = run.setup;
         if pinned > 0 {
-            run.swarm_at((1, pinned, clusters, 1), &[0], 0).await?;
+            run.swarm_among((1, pinned, clusters, 1), &[0], 0).await?;
             let others: Vec<usize> = (1..replicas).collect();
-            run.swarm_at((pinned + 1, agents - pinned, 0, connections), &others, 1).await?;
+            run.swarm_among((pinned + 1, agents - pinned, 0, connections), &others, 1).await?;
         } else {
             run.swarm((1, agents - double, clusters, connections), only, 0).await?;
         }
@@ -311,6 +262,14 @@ impl Run {
 
     pub(crate) fn name(&self, n: usize) -> String {
         self.mesh.private(n).to_string()
+    }
+
+    /// The row of a time in which replicas learn of another one: with Redis, it is the life of its key.
+    pub(crate) fn learns(&self, gossip: &'static Row, redis: &'static Row) -> &'static Row {
+        match self.tracker {
+            Tracker::Gossip => gossip,
+            Tracker::Redis => redis,
+        }
     }
 
     /// Prints what happens, and when.
@@ -345,17 +304,31 @@ impl Run {
         host: usize,
     ) -> Result<usize> {
         let replicas = only.map_or_else(|| (0..self.setup.replicas).collect(), |only| vec![only]);
-        self.swarm_at(plan, &replicas, host).await
+        self.swarm_among(plan, &replicas, host).await
     }
 
     /// As [`swarm`](Self::swarm), with the replicas that its agents know.
-    pub(crate) async fn swarm_at(
+    pub(crate) async fn swarm_among(
         &mut self,
-        (first, count, clusters, connections): (i64, i64, i64, usize),
+        plan: (i64, i64, i64, usize),
         replicas: &[usize],
         host: usize,
     ) -> Result<usize> {
-        let addresses: Vec<_> = replicas.iter().map(|n| format!("grpc://{}", self.mesh.agents(*n))).collect();
+        let addresses = replicas.iter().map(|n| {
+            let wire = self.outside.doorways.get(*n).map(|wires| wires.agents.address());
+            wire.unwrap_or_else(|| self.mesh.agents(*n))
+        });
+        self.swarm_at(plan, addresses.collect(), host).await
+    }
+
+    /// As [`swarm`](Self::swarm), at these listeners for agents.
+    pub(crate) async fn swarm_at(
+        &mut self,
+        (first, count, clusters, connections): (i64, i64, i64, usize),
+        addresses: Vec<SocketAddr>,
+        host: usize,
+    ) -> Result<usize> {
+        let addresses: Vec<String> = addresses.iter().map(|at| format!("grpc://{at}")).collect();
         let number = self.swarms.len();
         let history = self.folder.path().join(format!("swarm-{number}.jsonl"));
         let arguments = [

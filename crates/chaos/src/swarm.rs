@@ -4,7 +4,7 @@
 //! `--clusters` also have a Kubernetes API server of their own, which records too. A run is written when it
 //! ends, with the times of both ends; what is left at the end of the process is written then.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use agentk::{
     cluster::ClusterAccess,
@@ -17,7 +17,6 @@ use agentk::{
 };
 use anyhow::Result;
 use bytes::Bytes;
-use clap::Args;
 use history::Presence;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, Full, StreamBody};
@@ -35,6 +34,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
+    arguments::SwarmArgs,
     clock, cluster_server,
     hash::Counted,
     recorder::{Recorder, Running},
@@ -46,35 +46,6 @@ const LOOK: Duration = Duration::from_millis(1);
 const FLUSH: Duration = Duration::from_millis(200);
 /// Open requests may end within this after the signal.
 const LEAVE: Duration = Duration::from_secs(5);
-
-/// Agents in one process, for a run of chaos
-#[derive(Args, Clone, Debug)]
-pub(crate) struct SwarmArgs {
-    /// Addresses of kas, as of `--kas-address` of agentk
-    #[arg(long)]
-    kas: String,
-    /// The first agent
-    #[arg(long)]
-    first: i64,
-    /// How many agents
-    #[arg(long)]
-    count: i64,
-    /// Agents below this id have a Kubernetes API server
-    #[arg(long, default_value_t = 0)]
-    clusters: i64,
-    /// Connections of each agent, to different replicas
-    #[arg(long, default_value_t = 2)]
-    connections: usize,
-    /// How long a request takes, in milliseconds
-    #[arg(long, default_value_t = 20)]
-    work: u64,
-    /// File with texts that must not reach an agent, one per line
-    #[arg(long)]
-    forbidden: Option<PathBuf>,
-    /// Where the history is written
-    #[arg(long)]
-    history: PathBuf,
-}
 
 /// Serves the methods of the benchmark's service, and records.
 #[derive(Debug)]

@@ -74,7 +74,7 @@ pub struct Options {
     pub start: bool,
     /// Further addresses where replicas may be.
     pub seeds: Vec<SocketAddr>,
-    /// The folder in which each replica writes its audit log, `audit-<number>.jsonl`; `None`: none is written.
+    /// The folder in which each replica writes its audit log, `audit-<number>.jsonl`; `None`: there is none.
     pub audits: Option<PathBuf>,
     /// Additional environment variables of one replica.
     pub env: BTreeMap<usize, Vec<(String, String)>>,
@@ -108,6 +108,8 @@ pub struct Mesh {
     replicas: Vec<Option<Kas>>,
     addresses: Vec<IpAddr>,
     options: Options,
+    /// Configuration of single replicas, over that of all.
+    own: BTreeMap<usize, Value>,
     api_secret: Vec<u8>,
     private_secret: Vec<u8>,
     dir: TempDir,
@@ -193,6 +195,7 @@ impl Mesh {
         let mut mesh = Self {
             replicas: (0..options.replicas).map(|_| None).collect(),
             addresses,
+            own: BTreeMap::new(),
             api_secret: rand::random::<[u8; 32]>().to_vec(),
             private_secret: rand::random::<[u8; 32]>().to_vec(),
             dir: TempDir::with_prefix("mesh-test-")?,
@@ -241,6 +244,11 @@ impl Mesh {
         merge(&mut self.options.config, config);
     }
 
+    /// Puts this into the configuration of one replica, when it is started for the first time.
+    pub fn add_config_of(&mut self, n: usize, config: Value) {
+        merge(self.own.entry(n).or_insert(json!({})), config);
+    }
+
     fn options_of(&self, n: usize) -> kas::Options {
         let seeds = (0..self.replicas.len()).map(|n| self.private(n)).chain(self.options.seeds.clone());
         let seeds: Vec<String> = seeds.map(|seed| seed.to_string()).collect();
@@ -257,6 +265,9 @@ impl Mesh {
             "discovery": discovery,
         });
         merge(&mut config, self.options.config.clone());
+        if let Some(own) = self.own.get(&n) {
+            merge(&mut config, own.clone());
+        }
         // A test may have its own.
         let unset = config["observability"]["audit"]["output"].is_null();
         if let Some(folder) = self.options.audits.as_ref().filter(|_| unset) {

@@ -11,19 +11,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use testkit::kas::replace;
 
-/// Where Debian and others have the library, for programs with threads.
-const PLACES: [&str; 5] = [
-    "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1",
-    "/usr/lib/aarch64-linux-gnu/faketime/libfaketimeMT.so.1",
-    "/usr/lib/faketime/libfaketimeMT.so.1",
-    "/usr/lib64/faketime/libfaketimeMT.so.1",
-    "/usr/local/lib/faketime/libfaketimeMT.so.1",
-];
-
-/// Returns where the library is.
-pub(crate) fn library() -> Option<&'static str> {
-    PLACES.into_iter().find(|place| Path::new(place).is_file())
-}
+use crate::table::faketime;
 
 /// A wall clock for the processes that are started with its environment.
 #[derive(Debug)]
@@ -42,7 +30,7 @@ impl WallClock {
     /// Returns the environment of a process that sees this clock.
     pub(crate) fn environment(&self) -> Result<Vec<(String, String)>> {
         let library =
-            library().context("libfaketime is not installed: on Debian, apt-get install faketime")?;
+            faketime().context("libfaketime is not installed: on Debian, apt-get install faketime")?;
         let file = self.file.to_str().context("the folder's name is UTF-8")?;
         let pairs = [
             ("LD_PRELOAD", library),

@@ -11,8 +11,8 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use testkit::{kas::within, process::Process};
 
-/// Where the groups are mounted.
-const GROUPS: &str = "/sys/fs/cgroup";
+use crate::table::GROUPS;
+
 /// The time within which a quota of processor time is used up and given again, in microseconds.
 const PERIOD: u64 = 100_000;
 
@@ -28,14 +28,6 @@ pub(crate) fn limit_files(process: &Process, files: u64) -> Result<u64> {
     let before = prlimit(Some(pid), Resource::Nofile, Rlimit { current: Some(files), maximum })
         .context("cannot limit the files of a process")?;
     before.current.context("the number of files was not limited")
-}
-
-/// Returns why there are no such groups on this machine.
-pub(crate) fn missing() -> Option<String> {
-    ["cpu", "memory"]
-        .into_iter()
-        .find(|kind| !Path::new(GROUPS).join(kind).join("cgroup.procs").is_file())
-        .map(|kind| format!("there is no control group of version 1 for {kind} at {GROUPS}/{kind}"))
 }
 
 /// A group with one process. Dropping it moves the process back and removes the group.

@@ -6,10 +6,10 @@ use history::Invariant;
 
 use super::{
     number,
-    result::{Quantity, RunResult},
+    result::{FAILS, Quantity, RunResult},
     short,
 };
-use crate::scenarios::{ALL, Scenario};
+use crate::table::{ALL, Scenario};
 
 const HEAD: &str = "\
 # Chaos
@@ -118,7 +118,10 @@ fn verdict(scenario: &Scenario, rows: &BTreeMap<&str, Row<'_>>) -> String {
 fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
     let mut all: Vec<(Quantity, Vec<&str>)> = Vec::new();
     for row in rows {
-        let Some(id) = row.last().map(|result| result.id.as_str()) else { continue };
+        // A build or a machine that is not held to them says nothing about them.
+        let Some(id) = row.last().filter(|last| !last.no_gates).map(|result| result.id.as_str()) else {
+            continue;
+        };
         for quantity in row.quantities() {
             match all.iter_mut().find(|(other, _)| other.name == quantity.name) {
                 Some((other, ids)) => {
@@ -145,16 +148,20 @@ fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
             "| {} | {} | {} | {reference} | {how} |",
             quantity.name,
             ids.join(", "),
-            numbers(quantity)
+            numbers(quantity, false)
         );
     }
 }
 
 /// N, percentiles, target, gate and verdict, as cells of a table.
-fn numbers(quantity: &Quantity) -> String {
+fn numbers(quantity: &Quantity, no_gates: bool) -> String {
     let Quantity { unit, target, gate, values, .. } = quantity;
     let [p50, p99, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
-    let (target, gate, verdict) = (short(*target), short(*gate), quantity.verdict());
+    let verdict = match quantity.verdict() {
+        FAILS if !quantity.is_gated(no_gates) => "over the gate",
+        verdict => verdict,
+    };
+    let (target, gate) = (short(*target), short(*gate));
     format!("{} | {p50} | {p99} | {worst} {unit} | {target} | {gate} | {verdict}", values.len())
 }
 
@@ -202,7 +209,7 @@ fn section(
                  | --- | --- | --- | --- | --- | --- | --- | --- |"
             );
             for quantity in &quantities {
-                let _ = writeln!(out, "| {} | {} |", quantity.name, numbers(quantity));
+                let _ = writeln!(out, "| {} | {} |", quantity.name, numbers(quantity, last.no_gates));
             }
         }
         let seen: Vec<String> = last

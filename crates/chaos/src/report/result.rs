@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result};
 use history::{History, Invariant};
 use serde::{Deserialize, Serialize};
 
+use super::Form;
 use crate::{
     judge::{self, Totals},
     measure::{Better, Measured},
@@ -19,6 +20,9 @@ use crate::{
 /// Messages of failures that are kept of a run, the most frequent first.
 const ERRORS: usize = 8;
 
+/// What is said of a quantity that misses its gate.
+pub(super) const FAILS: &str = "**fails**";
+
 /// The result of one run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -27,6 +31,8 @@ pub(crate) struct RunResult {
     pub(crate) id: String,
     /// `quick` or `full`, and what else makes runs incomparable: another tracker, for example.
     pub(crate) form: String,
+    /// Its times fail nothing.
+    pub(crate) no_gates: bool,
     /// When it began, in seconds since 1970: only shown, and for the order of runs.
     pub(crate) started: u64,
     pub(crate) seed: u64,
@@ -96,6 +102,11 @@ impl Quantity {
         }
     }
 
+    /// Whether it fails a run when it misses its gate.
+    pub(crate) fn is_gated(&self, no_gates: bool) -> bool {
+        !no_gates || self.unit != crate::measure::TIME
+    }
+
     /// The worst value.
     pub(crate) fn worst(&self) -> Option<f64> {
         match self.better {
@@ -118,17 +129,17 @@ impl Quantity {
         } else if self.within(self.gate) {
             "gate"
         } else {
-            "**fails**"
+            FAILS
         }
     }
 }
 
 impl RunResult {
     /// Judges what a run left.
-    pub(crate) fn of(history: &History, measured: &[Measured], form: &str) -> Self {
+    pub(crate) fn of(history: &History, measured: &[Measured], form: Form) -> Self {
         let checked = history::check(history);
         let mut failures = Vec::new();
-        for measured in measured.iter().filter(|measured| !measured.passes()) {
+        for measured in measured.iter().filter(|measured| !measured.passes(form.no_gates)) {
             let short = super::short;
             failures.push(match measured.judged() {
                 Some(value) => {
@@ -149,7 +160,8 @@ impl RunResult {
         };
         Self {
             id: history.header.scenario.clone(),
-            form: form.to_owned(),
+            form: form.to_string(),
+            no_gates: form.no_gates,
             seed: history.header.seed,
             commit: history.header.commit.clone(),
             failures,
@@ -212,6 +224,8 @@ mod tests {
     use super::*;
     use crate::measure::T_KILL;
 
+    const QUICK: Form = Form { quick: true, tracker: Tracker::Gossip, no_gates: false };
+
     #[test]
     fn results_accumulate_and_are_read_in_order() {
         let folder = tempfile::tempdir().unwrap();
@@ -230,12 +244,15 @@ mod tests {
     fn what_was_not_measured_or_is_too_slow_fails() {
         let mut kill = Measured::new(&T_KILL);
         let history = History::default();
-        let result = RunResult::of(&history, std::slice::from_ref(&kill), "quick");
+        let result = RunResult::of(&history, std::slice::from_ref(&kill), QUICK);
         assert_eq!(result.failures, ["T_kill was not measured"]);
         kill.values = vec![600.0];
-        let result = RunResult::of(&history, &[kill], "quick");
+        let result = RunResult::of(&history, &[kill.clone()], QUICK);
         assert_eq!(result.failures, ["T_kill is 600, the gate is 500"]);
-        assert_eq!(result.measured[0].verdict(), "**fails**");
+        assert_eq!(result.measured[0].verdict(), FAILS);
+        let no_gates = RunResult::of(&history, &[kill], Form { no_gates: true, ..QUICK });
+        assert!(no_gates.passes() && no_gates.no_gates, "{:?}", no_gates.failures);
+        assert_eq!(no_gates.form, "quick, no gates");
         assert!(result.invariants["I1"].words.starts_with("not observed"));
     }
 }

@@ -14,7 +14,8 @@ use crate::{
     judge::Totals,
     load::Plan,
     measure::{
-        NOT_UNKNOWN, SUCCESS, SUCCESS_2C, SUCCESS_IDEMPOTENT, T_FAILOVER, T_FAILOVER_2C, T_KILL, T_PURGE,
+        NOT_UNKNOWN, SUCCESS, SUCCESS_2C, SUCCESS_IDEMPOTENT, T_FAILOVER, T_FAILOVER_2C, T_KILL,
+        T_KILL_REDIS, T_PURGE,
     },
     run::{Run, Way},
 };
@@ -64,7 +65,7 @@ async fn kill(run: &mut Run, n: usize, single: i64) -> Result<()> {
     let only: BTreeSet<i64> = only.into_iter().filter(|agent| *agent <= single).collect();
     let at = run.kill(n).await?;
     let (one, two) = (run.first_answers(&only, n, at), run.first_answers(&also, n, at));
-    run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
+    run.seen_by_others(run.learns(&T_KILL, &T_KILL_REDIS), n, at, Way::Listed, false).await?;
     run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
     let (one, two) = (times(one).await?, times(two).await?);
     run.measure(&T_FAILOVER, one);

@@ -12,7 +12,7 @@ use crate::{
     client::Client,
     clock::{self, millis},
     hash::Counted,
-    measure::{T_HEAL, T_KILL, WRONG_END},
+    measure::{T_HEAL, T_KILL, T_KILL_REDIS, WRONG_END},
     run::{Run, Way},
 };
 
@@ -194,7 +194,7 @@ pub(super) async fn in_each_phase(run: &mut Run) -> Result<()> {
         run.measure(&WRONG_END, [f64::from(wrong)]);
         run.notes
             .push(format!("{phase:?}: the last request ended {:.0} ms after the kill.", millis(slowest)));
-        run.seen_by_others(&T_KILL, OWNER, at, Way::Listed, false).await?;
+        run.seen_by_others(run.learns(&T_KILL, &T_KILL_REDIS), OWNER, at, Way::Listed, false).await?;
         run.restart(OWNER).await?;
         run.heals(&T_HEAL).await?;
     }

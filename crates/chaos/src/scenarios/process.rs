@@ -11,7 +11,10 @@ use tokio::time::{Instant, sleep};
 use super::{kills, time};
 use crate::{
     clock,
-    measure::{FALSE_DEATHS, T_FAILOVER, T_FAILOVER_2C, T_HEAL, T_KILL, T_PURGE, T_RESUME},
+    measure::{
+        FALSE_DEATHS, T_FAILOVER, T_FAILOVER_2C, T_HEAL, T_KILL, T_KILL_REDIS, T_PURGE, T_RESUME,
+        T_RESUME_REDIS,
+    },
     run::{Run, Way},
 };
 
@@ -26,7 +29,7 @@ async fn kill_and_return(run: &mut Run, n: usize) -> Result<()> {
     let at = run.kill(n).await?;
     let (row, agents) = if run.setup.connections == 1 { (&T_FAILOVER, only) } else { (&T_FAILOVER_2C, also) };
     let asking = run.first_answers(&agents, n, at);
-    run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
+    run.seen_by_others(run.learns(&T_KILL, &T_KILL_REDIS), n, at, Way::Listed, false).await?;
     run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
     // One that holds none, as the replicas of S03 do, says nothing about this.
     if !agents.is_empty() {
@@ -39,7 +42,7 @@ pub(super) async fn killed_idle(run: &mut Run) -> Result<()> {
     for _ in 0..if run.quick { 1 } else { 5 } {
         let n = run.rng.random_range(0..run.setup.replicas);
         let at = run.kill(n).await?;
-        run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
+        run.seen_by_others(run.learns(&T_KILL, &T_KILL_REDIS), n, at, Way::Listed, false).await?;
         run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
         run.restart(n).await?;
         run.heals(&T_HEAL).await?;
@@ -118,7 +121,7 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     for seconds in if run.quick { &[5][..] } else { &[5, 60][..] } {
         let resumed = run.pause(n, Duration::from_secs(*seconds)).await;
-        run.seen_by_others(&T_RESUME, n, resumed, Way::Trusted, true).await?;
+        run.seen_by_others(run.learns(&T_RESUME, &T_RESUME_REDIS), n, resumed, Way::Trusted, true).await?;
         sleep(Duration::from_secs(2)).await;
     }
     run.heals(&T_HEAL).await
