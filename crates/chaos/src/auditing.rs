@@ -1,7 +1,7 @@
 //! Audit logs of replicas, as records of a history, and the way of each request that they tell.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
 };
@@ -79,14 +79,13 @@ impl Audited {
     /// Puts what was read into a history: the records, and the path of each request.
     ///
     /// A path ends at the replica whose tunnel the request took. If that one had no tunnel of the agent at
-    /// that time, although all agents were watched, it has passed the request on: the path says so.
-    pub(crate) fn add_to(self, history: &mut History, all_watched: bool) {
+    /// that time, although the agent was watched, it has passed the request on: the path says so.
+    pub(crate) fn add_to(self, history: &mut History, watched: &BTreeSet<i64>) {
         let mut present: BTreeMap<(i64, &str), Vec<(Micros, Micros)>> = BTreeMap::new();
         for presence in history.presences.iter().filter(|presence| !presence.replica.is_empty()) {
             let span = (presence.from, presence.to.unwrap_or(Micros::MAX));
             present.entry((presence.agent, &presence.replica)).or_default().push(span);
         }
-        let watched: std::collections::BTreeSet<i64> = present.keys().map(|(agent, _)| *agent).collect();
         for request in &mut history.requests {
             let Some((entry, owner)) = self.routes.get(&request.id) else { continue };
             request.path = vec![entry.clone()];
@@ -99,7 +98,7 @@ impl Audited {
                     from.saturating_sub(SEEN) <= ended && request.begun <= to.saturating_add(SEEN)
                 })
             });
-            if all_watched && watched.contains(&request.agent) && !there && owner != entry {
+            if watched.contains(&request.agent) && !there && owner != entry {
                 request.path.push("a replica with a tunnel".to_owned());
             }
         }
@@ -147,7 +146,7 @@ mod tests {
             history.runs.push(Run::new(id, 5, 15));
         }
         history.presences = vec![presence("b", 0, None)];
-        audited.add_to(&mut history, true);
+        audited.add_to(&mut history, &BTreeSet::from([5]));
         assert_eq!(history.requests[0].path, ["a", "b"]);
         assert_eq!(history.requests[1].path, ["a"]);
         let report = history::check(&history);
@@ -162,7 +161,7 @@ mod tests {
         let begun = 100 * SECOND;
         history.requests = vec![Request::new(1, 5, Kind::Unary, begun).ended(begun + 1, Outcome::Ok)];
         history.presences = vec![presence("c", 0, None), presence("b", 0, Some(10 * SECOND))];
-        Audited { routes, ..Audited::default() }.add_to(&mut history, true);
+        Audited { routes, ..Audited::default() }.add_to(&mut history, &BTreeSet::from([5]));
         let report = history::check(&history);
         assert_eq!(report.of(Invariant::I3).broken, 1, "{report}");
     }

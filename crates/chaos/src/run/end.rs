@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use history::{History, Metric, Truth, Version, View};
+use history::{History, Metric, Presence, Truth, Version, View};
 use testkit::caller::Caller;
 use tokio::time::{sleep, timeout};
 
@@ -100,6 +100,7 @@ impl Run {
         let mut holders: BTreeMap<i64, BTreeSet<String>> =
             all.iter().map(|agent| (*agent, BTreeSet::new())).collect();
         let mut held = BTreeMap::new();
+        let begun = clock::now();
         for n in &running {
             let name = self.name(*n);
             let at = clock::now();
@@ -112,6 +113,17 @@ impl Run {
             held.insert(*n, seen.own.len());
             for agent in &seen.own {
                 holders.entry(*agent).or_default().insert(name.clone());
+                // Of the others, the observer has told where they are.
+                if !self.watched.contains(agent) {
+                    self.history.lock().presences.push(Presence {
+                        agent: *agent,
+                        replica: name.clone(),
+                        connection: None,
+                        from: begun,
+                        to: None,
+                        invalid_since: None,
+                    });
+                }
             }
             let live = seen.live.iter().map(|name| (name.clone(), Version { epoch: None, version: None }));
             self.history.lock().views.push(View {
@@ -158,8 +170,10 @@ impl Run {
                 auditing::read(&path, names, killed, &mut audited)?;
             }
         }
-        let all_watched = self.watched.len() >= usize::try_from(self.setup.agents).unwrap_or(usize::MAX);
-        audited.add_to(history, all_watched);
+        // Many agents are looked at so seldom that a tunnel may come and go in between.
+        let all = self.watched.len() >= usize::try_from(self.setup.agents).unwrap_or(usize::MAX);
+        let watched = if all { self.watched.iter().copied().collect() } else { BTreeSet::new() };
+        audited.add_to(history, &watched);
         Ok(())
     }
 }

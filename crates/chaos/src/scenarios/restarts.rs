@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use history::{History, Kind, Micros, Outcome, SECOND};
+use history::{Effect, History, Kind, Micros, Outcome, SECOND};
 use tokio::time::sleep;
 
 use super::process::RATE;
@@ -103,10 +103,12 @@ pub(super) async fn ended(run: &mut Run) {
     run.measure(&RUDE_EXECS, [f64::from(execs.rude)]);
     run.measure(&EXEC_LIVED, execs.lived.iter().map(|time| time.max(0.0)));
     run.notes.push(format!(
-        "{} upgraded connections ended because a replica left: {} by Close 1001, {} by a reset.",
+        "{} upgraded connections ended because a replica left: {} by Close 1001, {} by a reset, {} with the tunnel \
+         of their agent, through a replica that stayed.",
         execs.lived.len(),
         execs.closed,
-        execs.reset
+        execs.reset,
+        execs.lost
     ));
     run.notes.extend(execs.strange.into_iter().take(5));
 }
@@ -118,10 +120,13 @@ struct Execs {
     lived: Vec<f64>,
     /// Those that ended before, or while no replica left.
     early: u32,
-    /// Those with neither Close 1001 nor a reset.
+    /// Those with neither Close 1001 nor a reset, of a replica that left.
     rude: u32,
     closed: u32,
     reset: u32,
+    /// Those through a replica that stayed, whose agent was on the one that left: the tunnel is lost, and nobody
+    /// says why.
+    lost: u32,
     /// The first strange ones, in words.
     strange: Vec<String>,
 }
@@ -129,11 +134,13 @@ struct Execs {
 impl Execs {
     fn of(history: &History, drain: &Drain) -> Self {
         let mut execs = Self::default();
-        let leaves: Vec<(Micros, Micros)> = history
+        let leaves: Vec<(Micros, Micros, &Effect)> = history
             .faults
             .iter()
             .filter(|fault| fault.what.starts_with("SIGTERM"))
-            .map(|fault| (fault.from, fault.to.unwrap_or(Micros::MAX).saturating_add(2 * SECOND)))
+            .map(|fault| {
+                (fault.from, fault.to.unwrap_or(Micros::MAX).saturating_add(2 * SECOND), &fault.effect)
+            })
             .collect();
         let ended = history.requests.iter().filter(|request| {
             request.kind == Kind::Upgrade
@@ -143,17 +150,23 @@ impl Execs {
         let grace = micros(drain.delay + drain.grace);
         for request in ended {
             let Some(at) = request.ended else { continue };
-            let left = leaves.iter().find(|(from, to)| (*from..=*to).contains(&at));
+            let left = leaves.iter().find(|(from, to, _)| (*from..=*to).contains(&at));
+            let entry = request.attempts.last().map(|attempt| &attempt.replica);
+            let stayed = left.zip(entry).is_some_and(|((.., effect), entry)| match effect {
+                Effect::Disabled(who) => !who.contains(entry),
+                _ => false,
+            });
             // Negative: it ended before.
-            let lived = left.map(|(from, _)| millis(at.saturating_sub(*from)) - millis(grace));
+            let lived = left.map(|(from, ..)| millis(at.saturating_sub(*from)) - millis(grace));
             let early = lived.is_none_or(|lived| lived < -millis(EARLY));
             let (closed, reset) = (request.detail == CLOSE_1001, request.detail == RESET);
             execs.lived.extend(lived);
             execs.early += u32::from(early);
-            execs.rude += u32::from(!closed && !reset);
+            execs.rude += u32::from(!closed && !reset && !stayed);
+            execs.lost += u32::from(!closed && !reset && stayed);
             execs.closed += u32::from(closed);
             execs.reset += u32::from(reset);
-            if early || !closed && !reset {
+            if early || !closed && !reset && !stayed {
                 execs.strange.push(format!(
                     "The upgraded connection {} for agent {} ended by {:?}, {}.",
                     request.id,
@@ -172,7 +185,9 @@ impl Execs {
 
 #[cfg(test)]
 mod tests {
-    use history::{Effect, Fault, Request};
+    use std::collections::BTreeSet;
+
+    use history::{Attempt, Fault, Request};
 
     use super::*;
 
@@ -186,7 +201,8 @@ mod tests {
         let mut history = History::default();
         let (from, to) = (100 * SECOND, Some(112 * SECOND));
         let what = "SIGTERM replica 1".to_owned();
-        history.faults = vec![Fault { from, to, what, effect: Effect::None }];
+        history.faults =
+            vec![Fault { from, to, what, effect: Effect::Disabled(BTreeSet::from(["a".to_owned()])) }];
         let exec = |id, ended: Micros, detail: &str, outcome| {
             let mut request = Request::new(id, 1, Kind::Upgrade, 0).ended(ended, outcome);
             request.phases.push(("upgraded".to_owned(), 1));
@@ -206,5 +222,15 @@ mod tests {
         history.requests.push(exec(6, 112 * SECOND, "the end", Outcome::Unknown));
         let bad = Execs::of(&history, &drain);
         assert_eq!((bad.early, bad.rude, bad.strange.len()), (2, 1, 3), "{bad:?}");
+        // The replica that it went through stayed, and lost the tunnel.
+        history.requests.truncate(3);
+        history.requests.push(exec(7, 112 * SECOND, "the end", Outcome::Unknown));
+        for (replica, lost) in [("b", 1), ("a", 0)] {
+            let (begun, ended, outcome) = (0, 112 * SECOND, Outcome::Unknown);
+            let replica = replica.to_owned();
+            history.requests[3].attempts = vec![Attempt { replica, begun, ended, outcome }];
+            let execs = Execs::of(&history, &drain);
+            assert_eq!((execs.lost, execs.rude), (lost, 1 - lost), "{execs:?}");
+        }
     }
 }
