@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     io::Write as _,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, ExitCode},
 };
 

@@ -186,7 +186,7 @@ async fn open(
             Kind::Watch => sending.client.watch(id, agent, replica, stop.clone()).await,
             Kind::Stream => sending.client.stream(id, agent, replica, MESSAGES, plan.deadline).await,
             _ => {
-                let upgrade = if number % 2 == 0 { Upgrade::WebSocket } else { Upgrade::Spdy };
+                let upgrade = if number.is_multiple_of(2) { Upgrade::WebSocket } else { Upgrade::Spdy };
                 sending.client.exec(id, agent, replica, upgrade, stop.clone()).await
             }
         };

@@ -112,7 +112,7 @@ pub(crate) async fn guest(
     };
     sleep(Duration::from_millis(100)).await;
     let opened = !ended.phases.is_empty();
-    Ok(opened.then(|| history::Request { allowed_until: Some(until), ..ended }))
+    Ok(opened.then_some(history::Request { allowed_until: Some(until), ..ended }))
 }
 
 #[cfg(test)]

@@ -3,10 +3,7 @@
 mod page;
 mod result;
 
-use std::{
-    path::{Path, PathBuf},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use history::History;
@@ -78,7 +75,7 @@ pub(crate) fn keep(
     result.slopes.clone_from(&finished.slopes);
     result.notes.clone_from(&finished.notes);
     // Shown to people; nothing is decided by it.
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = process::clock::wall();
     result.started = now.saturating_sub(finished.took).as_secs();
     result.save(folder, &timeline::svg(&name, scenario.what, history))?;
     print(&result);
@@ -99,7 +96,7 @@ pub(crate) fn keep_failure(
     folder: &Path,
 ) -> Result<Verdict> {
     let name = scenario.name(form.tracker);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = process::clock::wall().as_secs();
     let result = RunResult {
         id: scenario.id.to_owned(),
         form: form.to_string(),

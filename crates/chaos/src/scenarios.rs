@@ -1,6 +1,7 @@
 //! The scenarios: how each is set up, and its steps. What each asserts is in the table.
 
 mod clock;
+mod failures;
 mod kills;
 mod limits;
 mod network;

@@ -41,10 +41,13 @@ pub(crate) struct Size {
     pub(crate) tasks: f64,
 }
 
+/// A part of a size: its name, its value, and a difference that does not count.
+type Part = (&'static str, fn(&Size) -> f64, f64);
+
 impl Size {
     /// The names of its parts, each with a difference that does not count after recovery: memory comes in
     /// pages of the allocator, and a connection may just be open for a scrape.
-    const PARTS: [(&'static str, fn(&Self) -> f64, f64); 3] = [
+    const PARTS: [Part; 3] = [
         ("memory in KiB", |size| size.memory, 1024.0),
         ("descriptors", |size| size.files, 4.0),
         ("tasks", |size| size.tasks, 8.0),
@@ -66,7 +69,7 @@ impl Size {
 
     /// Compares with what was before a fault.
     pub(crate) fn recovered(&self, process: &str, before: &Self) -> Vec<Recovery> {
-        let compare = |(name, pick, slack): (&str, fn(&Self) -> f64, f64)| Recovery {
+        let compare = |(name, pick, slack): Part| Recovery {
             process: process.to_owned(),
             name: name.to_owned(),
             before: pick(before),

@@ -49,8 +49,8 @@ pub(crate) enum Store {
     /// None: replicas gossip.
     No,
     /// One server, behind a wire.
-    One(Redis, Wire),
-    Group(Group),
+    One(Box<Redis>, Box<Wire>),
+    Group(Box<Group>),
 }
 
 /// What stands before the listeners of one replica.
@@ -194,12 +194,12 @@ impl Outside {
         let (store, redis) = if wanted.sentinels {
             let group = Group::start(&namespace, ip).await?;
             let told = json!({ "sentinel": { "master_name": GROUP, "addresses": group.sentinels } });
-            (Store::Group(group), told)
+            (Store::Group(Box::new(group)), told)
         } else {
             let redis = Redis::run_on(&namespace, (ip, 6379).into(), &[]).await?;
             let wire = Wire::to(redis.address(), seed).await?;
             let told = json!({ "server": { "address": wire.address().to_string() } });
-            (Store::One(redis, wire), told)
+            (Store::One(Box::new(redis), Box::new(wire)), told)
         };
         mesh.add_config(json!({ "tracker": "redis", "redis": redis, "table": { "ttl": TTL } }));
         mesh.set_discovery(Value::Null);

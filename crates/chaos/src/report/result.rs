@@ -215,7 +215,7 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<RunResult>> {
             results.push(result);
         }
     }
-    results.sort_by(|a, b| (a.started, a.file()).cmp(&(b.started, b.file())));
+    results.sort_by_key(|result| (result.started, result.file()));
     Ok(results)
 }
 
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use crate::measure::T_KILL;
 
-    const QUICK: Form = Form { quick: true, tracker: Tracker::Gossip, no_gates: false };
+    const QUICK: Form = Form { quick: true, tracker: crate::table::Tracker::Gossip, no_gates: false };
 
     #[test]
     fn results_accumulate_and_are_read_in_order() {

@@ -12,7 +12,7 @@ use testkit::{
 };
 use tokio::time::{Instant, sleep};
 
-use super::{packets::none_fails, process::RATE, time};
+use super::{failures::none_fails, process::RATE, time};
 use crate::{
     clock,
     measure::{FALSE_DEATHS, T_HEAL},

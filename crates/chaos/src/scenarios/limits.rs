@@ -18,7 +18,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{packets::none_fails, process::RATE, time};
+use super::{failures::none_fails, process::RATE, time};
 use crate::{
     client::Client,
     clock::{self, millis},
@@ -431,6 +431,7 @@ pub(super) async fn exhausted(run: &mut Run) -> Result<()> {
         let history = run.history.lock();
         let wrong = |request: &&Request| {
             matches!(request.kind, Kind::Unary | Kind::Http)
+                && request.invalid_since.is_none()
                 && request.begun >= begun
                 && !matches!(request.outcome, Some(Outcome::Ok | Outcome::Unknown))
         };
@@ -466,6 +467,7 @@ fn p99(run: &Run, (from, to): (Micros, Micros)) -> Result<f64> {
     let history = run.history.lock();
     let of = |request: &&Request| {
         matches!(request.kind, Kind::Unary | Kind::Http)
+            && request.invalid_since.is_none()
             && request.outcome == Some(Outcome::Ok)
             && (from..=to).contains(&request.begun)
     };

@@ -6,43 +6,18 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use history::{Effect, Kind, Micros, Outcome};
+use history::Effect;
 use rand::{Rng as _, RngExt as _};
 use testkit::network::{Cut, OUTSIDE, Traffic};
 use tokio::time::{Instant, sleep};
 
-use super::{network::everywhere, process::RATE, registry, time};
+use super::{failures::none_fails, network::everywhere, process::RATE, registry, time};
 use crate::{
     clock,
     faults::packets::{Packets, Rules, Shape, Slow, enter, raw_socket, send_raw},
-    measure::{FAILED, FALSE_DEATHS, RESURRECTED, T_HEAL, T_KILL, T_PURGE},
+    measure::{FALSE_DEATHS, RESURRECTED, T_HEAL, T_KILL, T_PURGE},
     run::{Run, Way},
 };
-
-/// How requests that were begun in a time ended: how many succeeded, and how many did not.
-pub(super) fn ended(run: &Run, from: Micros, to: Micros) -> (u32, u32) {
-    let history = run.history.lock();
-    let mut counts = (0, 0);
-    for request in &history.requests {
-        let short = matches!(request.kind, Kind::Unary | Kind::Http) && request.retry_of.is_none();
-        if short && (from..=to).contains(&request.begun) {
-            match request.outcome {
-                Some(Outcome::Ok) => counts.0 += 1,
-                _ => counts.1 += 1,
-            }
-        }
-    }
-    counts
-}
-
-/// Measures failures of the load in a time in which there may be none. The load must have ended.
-pub(super) fn none_fails(run: &mut Run, what: &str, (from, to): (Micros, Micros)) -> Result<()> {
-    let (ok, failed) = ended(run, from, to);
-    ensure!(ok > 0, "{what}: no request succeeded, and {failed} failed");
-    run.notes.push(format!("{what}: {ok} requests succeeded, {failed} failed."));
-    run.measure(&FAILED, [f64::from(failed)]);
-    Ok(())
-}
 
 pub(super) async fn lossy(run: &mut Run) -> Result<()> {
     run.load(RATE, 0, 0);
