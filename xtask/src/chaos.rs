@@ -2,15 +2,26 @@
 
 use std::{
     ffi::OsString,
+    io::Write as _,
     path::Path,
     process::{Command, ExitCode},
 };
 
 use anyhow::{Context as _, Result};
-use clap::Args;
+use clap::{Args, Parser as _};
 use devkit::workspace;
 
-/// Arguments of `chaos`. The program `chaos` parses them.
+use self::arguments::Arguments;
+
+// Files of the crate `chaos`, which depends on kas and agentk: their build takes minutes, and a list or an
+// error needs none of it.
+#[path = "../../crates/chaos/src/arguments.rs"]
+mod arguments;
+#[expect(dead_code, reason = "only the program `chaos` runs scenarios")]
+#[path = "../../crates/chaos/src/table.rs"]
+mod table;
+
+/// Arguments of `chaos`.
 #[derive(Debug, Args)]
 pub(crate) struct ChaosArgs {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -20,19 +31,43 @@ pub(crate) struct ChaosArgs {
 /// Runs `chaos` with the release profile. It finds the programs in its own folder, or where `--programs`
 /// says.
 pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
-    let given = |flag: &str| args.arguments.iter().any(|argument| argument == flag);
-    let chaos = if given("--no-build") {
+    let words = [OsString::from("chaos")].into_iter().chain(args.arguments.iter().cloned());
+    let parsed = match Arguments::try_parse_from(words) {
+        Ok(parsed) => parsed,
+        Err(told) => {
+            // There is nothing left to do when the output is closed.
+            let _ = told.print();
+            return Ok(ExitCode::from(u8::try_from(told.exit_code()).unwrap_or(2)));
+        }
+    };
+    let chaos = &parsed.chaos;
+    if chaos.list {
+        let list = table::list(chaos.tracker, chaos.other_programs.is_some());
+        // A reader that has seen enough is no error.
+        let _ = std::io::stdout().write_all(list.as_bytes());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let program = if chaos.no_build {
         workspace::target()?.join("release/chaos")
     } else {
         let mut build = workspace::cargo();
         build.args(["build", "--release", "-p", "chaos"]);
-        if !given("--programs") {
+        if chaos.programs.is_none() && parsed.command.is_none() {
             build.args(["-p", "kas", "-p", "agentk", "-p", "kasctl"]);
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(workspace::build(build))?.path("chaos")?.to_owned()
     };
-    status(Command::new(&chaos).args(&args.arguments), &chaos)
+    status(Command::new(&program).args(&args.arguments), &program)
+}
+
+/// Runs the quick set with the programs of the dev profile, as a check: the tests have built them. They are
+/// not optimized, so that no time fails it. Returns the exit code of `chaos`.
+pub(crate) fn quick() -> Result<Option<i32>> {
+    let chaos = workspace::target()?.join("debug/chaos");
+    let mut command = Command::new(&chaos);
+    command.args(["--quick", "--no-gates"]);
+    Ok(command.status().with_context(|| format!("cannot run {}", chaos.display()))?.code())
 }
 
 fn status(command: &mut Command, program: &Path) -> Result<ExitCode> {

@@ -236,8 +236,18 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "chaos",
         &[
-            "ids", "ports", "proto", "net", "process", "grpc", "tunnel", "agentk", "testkit", "devkit",
+            "ids",
+            "ports",
+            "proto",
+            "net",
+            "process",
+            "grpc",
+            "tunnel",
+            "agentk",
+            "testkit",
+            "devkit",
             "history",
+            "websocket",
         ],
     ),
     // Replicas over a simulated network: the wiring of kas without its listeners.

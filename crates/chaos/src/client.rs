@@ -1,14 +1,14 @@
 //! A client that knows all replicas. It sends a request once more, to another replica, only if the first one
 //! certainly did not run it.
 
-use std::{error::Error as _, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, error::Error as _, net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use grpc::{Code, Status};
 use history::{Attempt, Kind, Micros, Outcome, Request};
 use http::{HeaderMap, Method, StatusCode, header};
-use http_body_util::{BodyExt as _, Full};
-use hyper::client::conn::http2;
+use http_body_util::{BodyExt as _, Full, StreamBody, combinators::UnsyncBoxBody};
+use hyper::{body::Frame, client::conn::http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -21,7 +21,7 @@ use tokio::{
 
 use crate::{
     clock::{self, micros},
-    cluster_server,
+    cluster_server, frames,
     hash::Counted,
 };
 
@@ -31,6 +31,11 @@ const DIAL: Duration = Duration::from_secs(1);
 const AFTER: Duration = Duration::from_millis(800);
 /// A token of a caller is used for this long. It is valid for longer.
 const TOKEN: Duration = Duration::from_secs(300);
+/// How long a token is valid, in seconds from now.
+const VALID: i64 = 3 * 3600;
+/// How far tokens begin before now, and how long ago those of outsiders ended, in seconds. Clocks of replicas
+/// are off by less: S35 steps one by an hour.
+const SKEW: i64 = 2 * 3600;
 /// A second attempt is made only if this much of the deadline is left.
 const LEFT: Duration = Duration::from_millis(50);
 /// The longest head of the response to an upgrade.
@@ -47,14 +52,29 @@ pub(crate) struct Door {
     pub(crate) kubernetes: SocketAddr,
 }
 
-type Sender = http2::SendRequest<Full<Bytes>>;
+type Body = UnsyncBoxBody<Bytes, Infallible>;
+type Sender = http2::SendRequest<Body>;
+
+/// The message of a stream with this number.
+fn piece(id: u64, number: u64) -> Bytes {
+    frame(format!("{id}/{number}").as_bytes())
+}
+
+/// How an upgraded connection is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Upgrade {
+    Spdy,
+    WebSocket,
+}
 
 /// Clients of all replicas, with one connection to each listener.
 #[derive(Debug)]
 pub(crate) struct Client {
     doors: Vec<Door>,
-    secret: Vec<u8>,
+    secret: Mutex<Vec<u8>>,
     user: String,
+    /// How long tokens are valid, in seconds; negative: they are not.
+    valid: i64,
     token: Mutex<Option<(Instant, String)>>,
     links: Vec<[tokio::sync::Mutex<Option<Sender>>; 2]>,
 }
@@ -75,8 +95,49 @@ impl Ended {
 
 impl Client {
     pub(crate) fn new(doors: Vec<Door>, secret: Vec<u8>, user: String) -> Arc<Self> {
+        Self::with_tokens(doors, secret, user, VALID)
+    }
+
+    /// As [`new`](Self::new), with tokens that are valid for this many seconds from now.
+    fn with_tokens(doors: Vec<Door>, secret: Vec<u8>, user: String, valid: i64) -> Arc<Self> {
         let links = doors.iter().map(|_| Default::default()).collect();
-        Arc::new(Self { doors, secret, user, token: Mutex::default(), links })
+        Arc::new(Self { doors, secret: Mutex::new(secret), user, valid, token: Mutex::default(), links })
+    }
+
+    /// Returns a client of the same replicas whose tokens ended hours ago, and whose user nobody knows.
+    pub(crate) fn expired(&self, user: String) -> Arc<Self> {
+        Self::with_tokens(self.doors.clone(), self.secret.lock().clone(), user, -SKEW)
+    }
+
+    /// Returns a client of the same replicas with another secret and user.
+    pub(crate) fn other(&self, secret: Vec<u8>, user: String) -> Arc<Self> {
+        Self::new(self.doors.clone(), secret, user)
+    }
+
+    /// Returns how many replicas it knows.
+    pub(crate) fn replicas(&self) -> usize {
+        self.doors.len()
+    }
+
+    /// Returns a client with connections of its own, of one replica only.
+    pub(crate) fn alone(&self, replica: usize) -> Arc<Self> {
+        Self::new(vec![self.doors[replica].clone()], self.secret.lock().clone(), self.user.clone())
+    }
+
+    /// Returns where a replica serves clients.
+    pub(crate) fn door(&self, replica: usize) -> &Door {
+        &self.doors[replica]
+    }
+
+    /// Returns the token of a user of the Kubernetes endpoint.
+    pub(crate) fn user(&self) -> &str {
+        &self.user
+    }
+
+    /// Returns a token that GitLab would have signed, with these claims over the usual ones.
+    pub(crate) fn token_with(&self, claims: &[(&str, i64)]) -> String {
+        let token = Jwt::new(&self.secret.lock());
+        claims.iter().fold(token, |token, (name, value)| token.claim(name, json!(value))).encode()
     }
 
     /// Returns a token of GitLab for a call of the API.
@@ -85,11 +146,22 @@ impl Client {
         match &*kept {
             Some((since, token)) if since.elapsed() < TOKEN => token.clone(),
             _ => {
-                let token = Jwt::new(&self.secret).claim("exp", json!(now() + 3600)).encode();
+                let from = now() + self.valid.min(0) - SKEW;
+                let token = Jwt::new(&self.secret.lock())
+                    .claim("nbf", json!(from))
+                    .claim("exp", json!(now() + self.valid))
+                    .encode();
                 *kept = Some((Instant::now(), token.clone()));
                 token
             }
         }
+    }
+
+    /// Signs with this secret from now on.
+    pub(crate) fn set_secret(&self, secret: &[u8]) {
+        let mut kept = self.token.lock();
+        secret.clone_into(&mut self.secret.lock());
+        *kept = None;
     }
 
     async fn link(&self, replica: usize, kubernetes: bool) -> Result<Sender, String> {
@@ -119,7 +191,7 @@ impl Client {
         &self,
         replica: usize,
         kubernetes: bool,
-        request: http::Request<Full<Bytes>>,
+        request: http::Request<Body>,
         until: Instant,
     ) -> Result<(StatusCode, HeaderMap, Bytes, Option<HeaderMap>), Ended> {
         let mut sender = self
@@ -192,15 +264,10 @@ impl Client {
         left: Duration,
         until: Instant,
     ) -> Ended {
-        let request =
-            http::Request::post(format!("http://{}/kas.bench.v1.Bench/Echo", self.doors[replica].api))
-                .header("content-type", "application/grpc")
-                .header("te", "trailers")
-                .header("authorization", format!("Bearer {}", self.token()))
-                .header("kas-agent-id", agent)
-                .header("x-gitlab-correlation-id", format!("{id:032x}"))
-                .header("grpc-timeout", format!("{}m", left.as_millis().max(1)))
-                .body(Full::new(sent));
+        let request = self
+            .grpc(replica, "Echo", id, agent)
+            .header("grpc-timeout", format!("{}m", left.as_millis().max(1)))
+            .body(Full::new(sent).boxed_unsync());
         let request = match request {
             Ok(request) => request,
             Err(error) => return Ended::new(Outcome::Refused, error.to_string()),
@@ -234,7 +301,7 @@ impl Client {
             .uri(uri)
             .header("authorization", format!("Bearer {}", self.user))
             .header("content-type", "application/json")
-            .body(Full::new(sent));
+            .body(Full::new(sent).boxed_unsync());
         let request = match request {
             Ok(request) => request,
             Err(error) => return Ended::new(Outcome::Refused, error.to_string()),
@@ -262,6 +329,132 @@ impl Client {
         }
     }
 
+    /// Sends messages in a stream, each when the one before has come back, and returns its record.
+    pub(crate) async fn stream(
+        &self,
+        id: u64,
+        agent: i64,
+        replica: usize,
+        (messages, pause): (u64, Duration),
+        deadline: Duration,
+    ) -> Request {
+        let mut record = Request::new(id, agent, Kind::Stream, clock::now());
+        record.deadline = Some(record.begun + micros(deadline));
+        let (mut sent, mut received) = (Counted::default(), Counted::default());
+        let talk = self.talk(id, agent, replica, (messages, pause, deadline), &mut sent, &mut received);
+        let ended = match timeout(deadline + AFTER, talk).await {
+            Ok(ended) => ended,
+            Err(_) => Ended::new(Outcome::Unknown, "the stream did not end in time"),
+        };
+        let clean = ended.outcome == Outcome::Ok;
+        // Half-closed only after the last message.
+        record.sent = Some(sent.bytes(clean));
+        record.received = Some(received.bytes(clean));
+        record.detail = ended.detail;
+        record.ended(clock::now(), ended.outcome)
+    }
+
+    async fn talk(
+        &self,
+        id: u64,
+        agent: i64,
+        replica: usize,
+        (messages, pause, deadline): (u64, Duration, Duration),
+        sent: &mut Counted,
+        received: &mut Counted,
+    ) -> Ended {
+        let (sender, receiver) = tokio::sync::mpsc::channel::<Bytes>(1);
+        let body = futures_util::stream::unfold(receiver, |mut receiver| async move {
+            let bytes = receiver.recv().await?;
+            Some((Ok::<_, Infallible>(Frame::data(bytes)), receiver))
+        });
+        let request = self
+            .grpc(replica, "Stream", id, agent)
+            .header("grpc-timeout", format!("{}m", deadline.as_millis()))
+            .body(StreamBody::new(body).boxed_unsync());
+        let mut link = match self.link(replica, false).await {
+            Ok(link) => link,
+            Err(error) => return Ended::new(Outcome::NotStarted, format!("cannot connect: {error}")),
+        };
+        let request = match request {
+            Ok(request) => request,
+            Err(error) => return Ended::new(Outcome::Refused, error.to_string()),
+        };
+        if let Err(error) = link.ready().await {
+            return failed(&error);
+        }
+        let opened = link.send_request(request);
+        // The first message goes with the headers: the agent answers nothing before it.
+        let first = piece(id, 0);
+        sent.push(&first);
+        if sender.send(first.clone()).await.is_err() {
+            return Ended::new(Outcome::Unknown, "the stream ended at once");
+        }
+        let response = match opened.await {
+            Ok(response) => response,
+            Err(error) => return failed(&error),
+        };
+        let (head, mut body) = response.into_parts();
+        if let Some(status) = Status::from_headers(&head.headers) {
+            return Ended::new(outcome(&status), status.to_string());
+        }
+        let mut sender = Some(sender);
+        let (mut number, mut expected) = (0, first.len() as u64);
+        let mut back = 0_u64;
+        loop {
+            match body.frame().await {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => {
+                        received.push(&data);
+                        back += data.len() as u64;
+                    }
+                    Err(frame) => {
+                        let status = frame.trailers_ref().and_then(Status::from_headers);
+                        let Some(status) = status else {
+                            return Ended::new(Outcome::Unknown, "the trailers have no status");
+                        };
+                        let ended = Ended::new(outcome(&status), status.to_string());
+                        let early = ended.outcome == Outcome::Ok && number < messages;
+                        return if early {
+                            Ended::new(Outcome::Unknown, "the stream ended cleanly before its last message")
+                        } else {
+                            ended
+                        };
+                    }
+                },
+                Some(Err(error)) => return failed_stream(&error),
+                None => return Ended::new(Outcome::Unknown, "the stream ended without trailers"),
+            }
+            if back < expected {
+                continue;
+            }
+            number += 1;
+            if number == messages {
+                // Half-close: the agent answers it with trailers.
+                sender = None;
+            } else if let Some(sender) = &sender {
+                tokio::time::sleep(pause).await;
+                let next = piece(id, number);
+                sent.push(&next);
+                expected += next.len() as u64;
+                if sender.send(next).await.is_err() {
+                    // What ended it is read next.
+                    continue;
+                }
+            }
+        }
+    }
+
+    /// The headers of a gRPC request for an agent.
+    fn grpc(&self, replica: usize, method: &str, id: u64, agent: i64) -> http::request::Builder {
+        http::Request::post(format!("http://{}/kas.bench.v1.Bench/{method}", self.doors[replica].api))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .header("authorization", format!("Bearer {}", self.token()))
+            .header("kas-agent-id", agent)
+            .header("x-gitlab-correlation-id", format!("{id:032x}"))
+    }
+
     /// Watches until the watch ends or `until` is cancelled, and returns its record.
     pub(crate) async fn watch(
         &self,
@@ -277,7 +470,7 @@ impl Client {
         );
         let request = http::Request::get(uri)
             .header("authorization", format!("Bearer {}", self.user))
-            .body(Full::new(Bytes::new()));
+            .body(Full::new(Bytes::new()).boxed_unsync());
         let end = |record: Request, ended: Ended| {
             let mut record = record.ended(clock::now(), ended.outcome);
             record.detail = ended.detail;
@@ -342,43 +535,58 @@ impl Client {
         end(record, ended)
     }
 
-    /// Opens an upgraded connection, sends a byte now and then, and checks that it comes back. Returns its
-    /// record when it ends, or `stop` is cancelled.
+    /// Opens an upgraded connection, sends a few bytes now and then, and checks that they come back. Returns
+    /// its record when it ends, or `stop` is cancelled. Its detail says how it ended.
     pub(crate) async fn exec(
         &self,
         id: u64,
         agent: i64,
         replica: usize,
+        upgrade: Upgrade,
         stop: tokio_util::sync::CancellationToken,
     ) -> Request {
         let mut record = Request::new(id, agent, Kind::Upgrade, clock::now());
+        let begun = clock::now();
         let mut sent = Counted::default();
         let ended = tokio::select! {
-            ended = self.terminal(id, agent, replica, &mut record.phases, &mut sent) => ended,
+            ended = self.terminal(id, agent, replica, upgrade, &mut record.phases, &mut sent) => ended,
             () = stop.cancelled() => Ended::new(Outcome::Cancelled, ""),
         };
         record.sent = Some(sent.bytes(false));
         record.received = ended.received;
         record.detail = ended.detail;
+        record.attempts.push(Attempt {
+            replica: self.doors[replica].name.clone(),
+            begun,
+            ended: clock::now(),
+            outcome: ended.outcome,
+        });
         record.ended(clock::now(), ended.outcome)
     }
 
-    async fn terminal(
+    async fn upgraded(
         &self,
         id: u64,
         agent: i64,
         replica: usize,
-        phases: &mut Vec<(String, Micros)>,
-        sent: &mut Counted,
-    ) -> Ended {
+        upgrade: Upgrade,
+    ) -> Result<TcpStream, Ended> {
         let address = self.doors[replica].kubernetes;
+        let protocol = match upgrade {
+            Upgrade::Spdy => "Upgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\n",
+            Upgrade::WebSocket => {
+                "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: \
+                 Y2hhb3MgcmVxdWVzdHMgIQ==\r\nSec-WebSocket-Protocol: v5.channel.k8s.io\r\n"
+            }
+        };
+        let method = if upgrade == Upgrade::Spdy { "POST" } else { "GET" };
         let opened = timeout(DIAL * 10, async {
             let mut stream = TcpStream::connect(address).await?;
             stream.set_nodelay(true)?;
             let request = format!(
-                "POST /agents/{agent}/api/v1/namespaces/chaos/pods/x-{id}/exec?command=cat&stdin=true HTTP/1.1\r\n\
-                 Host: {address}\r\nAuthorization: Bearer {}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
-                 X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n",
+                "{method} /agents/{agent}/api/v1/namespaces/chaos/pods/x-{id}/exec?command=cat&stdin=true HTTP/1.1\r\n\
+                 Host: {address}\r\nAuthorization: Bearer {}\r\nConnection: Upgrade\r\n{protocol}\
+                 Content-Length: 0\r\n\r\n",
                 self.user
             );
             stream.write_all(request.as_bytes()).await?;
@@ -388,41 +596,98 @@ impl Client {
             }
             std::io::Result::Ok((stream, head))
         });
-        let (mut stream, head) = match opened.await {
-            Ok(Ok(opened)) => opened,
-            Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-                return Ended::new(Outcome::NotStarted, error.to_string());
+        match opened.await {
+            Ok(Ok((stream, head))) if head.starts_with(b"HTTP/1.1 101 ") => Ok(stream),
+            Ok(Ok((_, head))) => {
+                let line = String::from_utf8_lossy(&head).lines().next().unwrap_or_default().to_owned();
+                Err(Ended::new(Outcome::Unknown, line))
             }
-            Ok(Err(error)) => return Ended::new(Outcome::Unknown, error.to_string()),
-            Err(_) => return Ended::new(Outcome::Unknown, "no answer in time"),
-        };
-        if !head.starts_with(b"HTTP/1.1 101 ") {
-            let line = String::from_utf8_lossy(&head).lines().next().unwrap_or_default().to_owned();
-            return Ended::new(Outcome::Unknown, line);
+            Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                Err(Ended::new(Outcome::NotStarted, error.to_string()))
+            }
+            Ok(Err(error)) => Err(Ended::new(Outcome::Unknown, error.to_string())),
+            Err(_) => Err(Ended::new(Outcome::Unknown, "no answer in time")),
         }
+    }
+
+    async fn terminal(
+        &self,
+        id: u64,
+        agent: i64,
+        replica: usize,
+        upgrade: Upgrade,
+        phases: &mut Vec<(String, Micros)>,
+        sent: &mut Counted,
+    ) -> Ended {
+        let mut stream = match self.upgraded(id, agent, replica, upgrade).await {
+            Ok(stream) => stream,
+            Err(ended) => return ended,
+        };
         phases.push(("upgraded".to_owned(), clock::now()));
-        let mut back = [0; 8];
         for number in 0_u64.. {
             let ping = number.to_be_bytes();
             sent.push(&ping);
             let echoed = timeout(DIAL * 10, async {
-                stream.write_all(&ping).await?;
-                stream.read_exact(&mut back).await
+                match upgrade {
+                    Upgrade::Spdy => spdy_echo(&mut stream, &ping).await,
+                    Upgrade::WebSocket => websocket_echo(&mut stream, &ping).await,
+                }
             });
             match echoed.await {
-                Ok(Ok(_)) if back == ping => {}
+                Ok(Ok(back)) if back == ping => {}
                 Ok(Ok(_)) => {
                     let count = (number + 1) * 8;
                     let wrong_at = Some(number * 8);
                     let received = Some(history::Bytes { count, hash: 0, clean: false, wrong_at });
                     return Ended { received, ..Ended::new(Outcome::Error, "other bytes came back") };
                 }
-                Ok(Err(error)) => return Ended::new(Outcome::Unknown, error.to_string()),
+                Ok(Err(ended)) => return Ended::new(Outcome::Unknown, ended),
                 Err(_) => return Ended::new(Outcome::Unknown, "nothing came back in time"),
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         Ended::new(Outcome::Ok, "")
+    }
+}
+
+/// The details of an upgraded connection that kas ended: by a Close frame that says why, or by a reset.
+pub(crate) const CLOSE_1001: &str = "Close 1001";
+pub(crate) const RESET: &str = "reset";
+
+async fn spdy_echo(stream: &mut TcpStream, ping: &[u8; 8]) -> Result<[u8; 8], String> {
+    let mut back = [0; 8];
+    stream.write_all(ping).await.map_err(|error| gone(&error))?;
+    stream.read_exact(&mut back).await.map_err(|error| gone(&error))?;
+    Ok(back)
+}
+
+async fn websocket_echo(stream: &mut TcpStream, ping: &[u8; 8]) -> Result<[u8; 8], String> {
+    // The first byte is the channel: standard input, and standard output.
+    let payload: Vec<u8> = std::iter::once(0).chain(*ping).collect();
+    let frame = frames::frame(frames::BINARY, &payload, Some(rand::random()));
+    let written = stream.write_all(&frame).await;
+    // A Close frame may have come before the connection was reset.
+    match frames::read(stream).await {
+        Ok(Some((frames::BINARY, payload))) => {
+            payload.get(1..).and_then(|back| back.try_into().ok()).ok_or_else(|| "another frame".to_owned())
+        }
+        Ok(Some((frames::CLOSE, payload))) => Err(format!("Close {}", frames::close_code(&payload))),
+        Ok(Some((kind, _))) => Err(format!("a frame of kind {kind}")),
+        Ok(None) => Err("the end without a Close frame".to_owned()),
+        Err(error) => match (error.downcast_ref::<std::io::Error>(), written) {
+            (Some(error), _) => Err(gone(error)),
+            (None, Err(error)) => Err(gone(&error)),
+            (None, Ok(())) => Err(error.to_string()),
+        },
+    }
+}
+
+/// How a connection ended, in words that are compared.
+fn gone(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::ConnectionReset | std::io::ErrorKind::BrokenPipe => RESET.to_owned(),
+        std::io::ErrorKind::UnexpectedEof => "the end".to_owned(),
+        _ => error.to_string(),
     }
 }
 
@@ -452,6 +717,11 @@ fn outcome(status: &Status) -> Outcome {
         ) => Outcome::Refused,
         _ => Outcome::Unknown,
     }
+}
+
+/// What an error within a stream tells: that it was started is known.
+fn failed_stream(error: &hyper::Error) -> Ended {
+    Ended::new(Outcome::Unknown, failed(error).detail)
 }
 
 /// What an error of hyper tells about the request.

@@ -1,7 +1,9 @@
 //! The Kubernetes API server of an agent of the swarm: it records each request, and knows three of them.
 //!
 //! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms,
-//! and an upgraded connection of the pod `x-ID` returns each byte.
+//! and an upgraded connection of the pod `x-ID` returns each byte. `POST …/e-ID`, `…/h-ID` and `…/t-ID` do
+//! the same as the first, and pause for [`PAUSE`] before the head, in the middle of the body, and before its
+//! end. The log of the pod `f-ID` has no end.
 
 use std::{convert::Infallible, time::Duration};
 
@@ -24,12 +26,18 @@ use tokio::{
 };
 
 use crate::{
+    frames,
     hash::Counted,
     recorder::{Recorder, Running},
 };
 
 /// The time between events of a watch.
 const EVENT: Duration = Duration::from_millis(100);
+
+/// The time in which a request stays in one phase.
+const PAUSE: Duration = Duration::from_secs(8);
+/// A piece of the log without an end.
+const PIECE: &[u8] = &[b'l'; 16 * 1024];
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
@@ -74,25 +82,80 @@ async fn respond(
     recorder.search_headers(request.headers());
     recorder.search(request.uri().to_string().as_bytes());
     if let Some(id) = id(request.uri(), "/pods/x-") {
+        recorder.named(id, request.headers());
         let running = recorder.begin(id, agent);
+        let key = request.headers().get(header::SEC_WEBSOCKET_KEY).cloned();
         let upgraded = hyper::upgrade::on(&mut request);
-        tokio::spawn(echo(upgraded, running));
         let mut response = Response::new(empty());
         *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
         let headers = response.headers_mut();
         headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
-        headers.insert(header::UPGRADE, http::HeaderValue::from_static("SPDY/3.1"));
+        if let Some(key) = key {
+            tokio::spawn(websocket_echo(upgraded, running));
+            headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
+            headers.insert(header::SEC_WEBSOCKET_ACCEPT, websocket::upgrade::accept_of(&key));
+            let protocol = http::HeaderValue::from_static("v5.channel.k8s.io");
+            headers.insert(header::SEC_WEBSOCKET_PROTOCOL, protocol);
+        } else {
+            tokio::spawn(echo(upgraded, running));
+            headers.insert(header::UPGRADE, http::HeaderValue::from_static("SPDY/3.1"));
+        }
         return Ok(response);
     }
     if let Some(id) = id(request.uri(), "metadata.name%3Dw-") {
+        recorder.named(id, request.headers());
         return Ok(watch(recorder.begin(id, agent)));
     }
     if let (&Method::POST, Some(id)) = (request.method(), id(request.uri(), "/c-")) {
+        recorder.named(id, request.headers());
         return Ok(create(request, work, &recorder, recorder.begin(id, agent)).await);
+    }
+    for mark in ["/e-", "/h-", "/t-"] {
+        if let (&Method::POST, Some(id)) = (request.method(), id(request.uri(), mark)) {
+            return Ok(paused(request, mark, recorder.begin(id, agent)).await);
+        }
+    }
+    if id(request.uri(), "/pods/f-").is_some() {
+        let pieces = futures_util::stream::repeat_with(|| Ok(Frame::data(Bytes::from_static(PIECE))));
+        return Ok(Response::new(StreamBody::new(pieces).boxed_unsync()));
     }
     let mut response = Response::new(empty());
     *response.status_mut() = StatusCode::NOT_FOUND;
     Ok(response)
+}
+
+/// Returns what was sent, and pauses in one phase.
+async fn paused(request: Request<Incoming>, mark: &str, mut running: Running) -> Response<Body> {
+    let body = request.into_body().collect().await.map(http_body_util::Collected::to_bytes);
+    let Ok(body) = body else {
+        running.run.received = Some(Counted::default().bytes(false));
+        let mut response = Response::new(empty());
+        *response.status_mut() = StatusCode::BAD_REQUEST;
+        return response;
+    };
+    running.run.received = Some(Counted::whole(&body));
+    running.run.sent = Some(Counted::whole(&body));
+    let half = body.len() / 2;
+    let pieces = match mark {
+        "/e-" => {
+            sleep(PAUSE).await;
+            vec![body]
+        }
+        "/h-" => vec![body.slice(..half), body.slice(half..)],
+        _ => vec![body, Bytes::new()],
+    };
+    let stream = futures_util::stream::unfold((pieces.into_iter(), false, running), |state| async move {
+        let (mut pieces, later, running) = state;
+        let piece = pieces.next()?;
+        if later {
+            sleep(PAUSE).await;
+        }
+        Some((Ok(Frame::data(piece)), (pieces, true, running)))
+    });
+    let mut response = Response::new(StreamBody::new(stream).boxed_unsync());
+    *response.status_mut() = StatusCode::CREATED;
+    response.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    response
 }
 
 fn empty() -> Body {
@@ -177,6 +240,29 @@ async fn echo(upgraded: hyper::upgrade::OnUpgrade, mut running: Running) {
     };
     // Whether the end of an upgraded connection is in order is not told by every way in between.
     let _ = clean;
+    running.run.received = Some(received.bytes(false));
+    running.run.sent = Some(sent.bytes(false));
+}
+
+/// Returns what is in each frame. What a client and this count is without the channel and the frames.
+async fn websocket_echo(upgraded: hyper::upgrade::OnUpgrade, mut running: Running) {
+    let Ok(upgraded) = upgraded.await else { return };
+    let mut stream = TokioIo::new(upgraded);
+    let (mut received, mut sent) = (Counted::default(), Counted::default());
+    while let Ok(Some((kind, payload))) = frames::read(&mut stream).await {
+        if kind == frames::BINARY {
+            received.push(payload.get(1..).unwrap_or_default());
+        }
+        let back = frames::frame(kind, &payload, None);
+        if stream.write_all(&back).await.is_err() || stream.flush().await.is_err() {
+            break;
+        }
+        match kind {
+            frames::BINARY => sent.push(payload.get(1..).unwrap_or_default()),
+            frames::CLOSE => break,
+            _ => {}
+        }
+    }
     running.run.received = Some(received.bytes(false));
     running.run.sent = Some(sent.bytes(false));
 }

@@ -3,17 +3,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use history::{History, Kind, Micros, Outcome, Request};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     clock::millis,
     measure::{
-        Measured, NOT_UNKNOWN, Row, SUCCESS, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_LOCAL,
-        T_UNBLOCK_REMOTE, UNCLEAN_WATCHES,
+        Measured, NOT_UNKNOWN, Row, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_LOCAL, T_UNBLOCK_REMOTE,
     },
 };
 
 /// Measures what only the whole history shows.
-pub(crate) fn whole(id: &str, quick: bool, history: &History) -> Vec<Measured> {
+pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
     let totals = Totals::of(history);
     let one = |row: &Row, value: Option<f64>| {
         let mut measured = Measured::new(row);
@@ -23,16 +23,17 @@ pub(crate) fn whole(id: &str, quick: bool, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        // The share depends on how often a replica is killed: it is asserted for every 30 s.
-        "S02" if !quick => {
-            vec![one(&SUCCESS, totals.success()), one(&NOT_UNKNOWN, Some(failed)), idempotent]
+        "S03" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
+        "S18" => {
+            let mut remote = Measured::new(&T_UNBLOCK_REMOTE);
+            let times = unblocked(history).into_iter().filter(|(is_local, _)| !is_local);
+            remote.values.extend(times.map(|(_, time)| millis(time)));
+            vec![one(&SUCCESS_ALL, totals.success()), remote]
         }
-        "S02" | "S03" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
-        "S09" | "S36" | "S58" => vec![
-            one(&SUCCESS_ALL, totals.success()),
-            one(&UNCLEAN_WATCHES, Some(f64::from(unclean_watches(history)))),
-        ],
-        "S18" | "S19" | "S22" => vec![one(&SUCCESS_ALL, totals.success())],
+        "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45" => {
+            vec![one(&SUCCESS_ALL, totals.success())]
+        }
+        "S21" | "S21b" | "S24" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S25" => {
             let (mut local, mut remote) = (Measured::new(&T_UNBLOCK_LOCAL), Measured::new(&T_UNBLOCK_REMOTE));
             for (is_local, time) in unblocked(history) {
@@ -62,7 +63,8 @@ fn unblocked(history: &History) -> Vec<(bool, Micros)> {
 }
 
 /// What became of the requests of a load.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct Totals {
     /// Requests, without the repetitions of what may have run.
     pub(crate) requests: u32,
@@ -72,21 +74,30 @@ pub(crate) struct Totals {
     pub(crate) ok_idempotent: u32,
     /// Tried once more elsewhere, because the first attempt certainly did not run.
     pub(crate) retried: u32,
-    /// It is not known whether they ran.
+    /// It is not known to the client whether they ran.
     pub(crate) unknown: u32,
+    /// Of those, which agents recorded.
+    pub(crate) unknown_ran: u32,
     /// Certainly did not run.
     pub(crate) not_started: u32,
     /// Other failures.
     pub(crate) other: u32,
 }
 
-/// Whether the request has one response, as opposed to watches and upgraded connections.
+/// Whether the request has one response, as opposed to watches and upgraded connections, and was to get it.
 fn short(request: &Request) -> bool {
-    matches!(request.kind, Kind::Unary | Kind::Http)
+    matches!(request.kind, Kind::Unary | Kind::Http) && request.invalid_since.is_none()
 }
 
 impl Totals {
     pub(crate) fn of(history: &History) -> Self {
+        Self::among(history, |_| true)
+    }
+
+    /// As [`of`](Self::of), of the requests for some agents.
+    pub(crate) fn among(history: &History, agents: impl Fn(i64) -> bool) -> Self {
+        let ran: BTreeSet<u64> = history.runs.iter().map(|run| run.request).collect();
+        let short = |request: &Request| short(request) && agents(request.agent);
         let mut totals = Self::default();
         let mut repaired = BTreeSet::new();
         for request in history.requests.iter().filter(|request| short(request)) {
@@ -100,7 +111,10 @@ impl Totals {
             totals.retried += u32::from(request.attempts.len() > 1);
             match request.outcome {
                 Some(Outcome::Ok) => totals.ok += 1,
-                Some(Outcome::Unknown) => totals.unknown += 1,
+                Some(Outcome::Unknown) => {
+                    totals.unknown += 1;
+                    totals.unknown_ran += u32::from(ran.contains(&request.id));
+                }
                 Some(Outcome::NotStarted) => totals.not_started += 1,
                 _ => totals.other += 1,
             }
@@ -132,7 +146,8 @@ pub(crate) fn unclean_watches(history: &History) -> u32 {
 pub(crate) fn failures(history: &History) -> Vec<(u32, String)> {
     let mut counts: BTreeMap<String, u32> = BTreeMap::new();
     for request in &history.requests {
-        if request.detail.is_empty() || request.outcome == Some(Outcome::Cancelled) {
+        let expected = request.outcome == Some(Outcome::Cancelled) || request.invalid_since.is_some();
+        if request.detail.is_empty() || expected {
             continue;
         }
         let text: String =
@@ -145,25 +160,6 @@ pub(crate) fn failures(history: &History) -> Vec<(u32, String)> {
     counts
 }
 
-/// Fits a line by least squares: returns its slope and the standard error of the slope; `None` for fewer than
-/// three points or a single moment.
-pub(crate) fn slope(points: &[(f64, f64)]) -> Option<(f64, f64)> {
-    if points.len() < 3 {
-        return None;
-    }
-    #[expect(clippy::cast_precision_loss, reason = "thousands of points")]
-    let n = points.len() as f64;
-    let mean_x = points.iter().map(|(x, _)| x).sum::<f64>() / n;
-    let mean_y = points.iter().map(|(_, y)| y).sum::<f64>() / n;
-    let squares: f64 = points.iter().map(|(x, _)| (x - mean_x).powi(2)).sum();
-    if squares == 0.0 {
-        return None;
-    }
-    let slope = points.iter().map(|(x, y)| (x - mean_x) * (y - mean_y)).sum::<f64>() / squares;
-    let rest: f64 = points.iter().map(|(x, y)| (y - mean_y - slope * (x - mean_x)).powi(2)).sum();
-    Some((slope, (rest / (n - 2.0) / squares).sqrt()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,24 +169,17 @@ mod tests {
         let request = |id, outcome| Request::new(id, 1, Kind::Unary, 0).ended(1, outcome);
         let requests = vec![
             request(1, Outcome::Ok),
+            Request { invalid_since: Some(0), ..request(5, Outcome::Refused) },
             request(2, Outcome::Unknown),
             Request { retry_of: Some(2), ..request(3, Outcome::Ok) },
             request(4, Outcome::NotStarted),
         ];
-        let history = History { requests, ..History::default() };
+        let runs = vec![history::Run::new(2, 1, 0), history::Run::new(1, 1, 0)];
+        let history = History { requests, runs, ..History::default() };
         let totals = Totals::of(&history);
         assert_eq!((totals.requests, totals.ok, totals.ok_idempotent), (3, 1, 2));
-        assert_eq!((totals.unknown, totals.not_started, totals.other), (1, 1, 0));
+        assert_eq!((totals.unknown, totals.unknown_ran, totals.not_started, totals.other), (1, 1, 1, 0));
+        assert_eq!(Totals::among(&history, |agent| agent != 1), Totals::default());
         assert_eq!(Totals::default().success(), None);
-    }
-
-    #[test]
-    fn a_line_has_its_slope_and_no_error() {
-        let line: Vec<_> = (0..10).map(|x| (f64::from(x), 3.0 + 2.0 * f64::from(x))).collect();
-        let (slope, error) = slope(&line).expect("ten points");
-        assert!((slope - 2.0).abs() < 1e-9 && error < 1e-9);
-        let noisy: Vec<_> = (0..10).map(|x| (f64::from(x), f64::from(x % 2))).collect();
-        assert!(super::slope(&noisy).expect("ten points").1 > 0.01);
-        assert_eq!(super::slope(&[(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)]), None);
     }
 }

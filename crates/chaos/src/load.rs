@@ -17,8 +17,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::client::Client;
+use crate::client::{Client, Upgrade};
 
+/// What goes through a stream: messages, and the time between them.
+const MESSAGES: (u64, Duration) = (20, Duration::from_millis(100));
 /// Requests that are open at most. More are not begun, and counted.
 const OPEN: usize = 4_000;
 /// A request that may have run is repeated with a new id at most this often.
@@ -38,8 +40,10 @@ pub(crate) struct Plan {
     pub(crate) clusters: i64,
     /// Watches that stay open.
     pub(crate) watches: usize,
-    /// Upgraded connections that stay open.
+    /// Upgraded connections that stay open, SPDY and WebSocket in turns.
     pub(crate) execs: usize,
+    /// gRPC streams of two seconds, one after the other.
+    pub(crate) streams: usize,
     /// How long a request may take.
     pub(crate) deadline: Duration,
 }
@@ -82,6 +86,9 @@ impl Load {
         }
         for number in 0..plan.execs {
             tasks.spawn(open(context.clone(), plan, Kind::Upgrade, number, replicas, stop.clone()));
+        }
+        for number in 0..plan.streams {
+            tasks.spawn(open(context.clone(), plan, Kind::Stream, number, replicas, stop.clone()));
         }
         Self { stop, tasks, skipped }
     }
@@ -169,16 +176,24 @@ async fn open(
     replicas: usize,
     stop: CancellationToken,
 ) {
-    let agents = (plan.clusters.min(plan.agents.1) - plan.agents.0).max(1);
+    let below = if kind == Kind::Stream { plan.agents.1 } else { plan.clusters.min(plan.agents.1) };
+    let agents = (below - plan.agents.0).max(1);
     let agent = plan.agents.0 + i64::try_from(number).unwrap_or(0) % agents;
     let mut replica = number % replicas;
     while !stop.is_cancelled() {
         let id = sending.ids.next();
         let request = match kind {
             Kind::Watch => sending.client.watch(id, agent, replica, stop.clone()).await,
-            _ => sending.client.exec(id, agent, replica, stop.clone()).await,
+            Kind::Stream => sending.client.stream(id, agent, replica, MESSAGES, plan.deadline).await,
+            _ => {
+                let upgrade = if number.is_multiple_of(2) { Upgrade::WebSocket } else { Upgrade::Spdy };
+                sending.client.exec(id, agent, replica, upgrade, stop.clone()).await
+            }
         };
-        let refused = request.phases.is_empty();
+        let refused = match kind {
+            Kind::Stream => request.outcome != Some(Outcome::Ok),
+            _ => request.phases.is_empty(),
+        };
         sending.record(request);
         replica = (replica + 1) % replicas;
         if refused {

@@ -3,22 +3,32 @@
 //! Replicas run in network namespaces behind a bridge, agents in processes of this program (`chaos swarm`).
 //! Everything is recorded in one history, which the crate `history` checks.
 
+mod abuse;
+mod arguments;
+mod auditing;
 mod client;
 mod clock;
 mod cluster_server;
+mod faults;
+mod frames;
 mod hash;
 mod judge;
 mod load;
 mod measure;
 mod observer;
+mod outsiders;
 mod recorder;
 mod report;
 mod run;
 mod scenarios;
+mod sizes;
+mod slope;
 mod swarm;
+mod table;
 mod timeline;
 
 use std::{
+    io::Write as _,
     path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
@@ -26,88 +36,27 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser as _;
-use testkit::process::find;
 
 use crate::{
-    report::Verdict,
+    arguments::{Arguments, ChaosArgs, Command, Output},
+    report::{Form, Verdict},
     run::Run,
-    scenarios::{ALL, Scenario},
+    table::{ALL, Scenario, Tracker},
 };
-
-const HELP: &str = "\
-Exit codes: 0, every scenario passed; 1, one failed; 3, nothing failed, but a scenario that was asked for cannot run here.";
 
 /// Names folders of programs, for the crate `testkit`.
 const PROGRAMS: &str = "KAS_PROGRAMS";
 /// A scenario could not run.
 const SKIPPED: u8 = 3;
 
-/// Kill, pause and cut off real replicas under load, and check that nobody notices
-#[derive(Debug, clap::Parser)]
-#[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos", max_term_width = 110)]
-#[command(after_help = HELP, args_conflicts_with_subcommands = true)]
-struct Arguments {
-    #[command(subcommand)]
-    command: Option<Command>,
-    #[command(flatten)]
-    chaos: ChaosArgs,
-}
-
-#[derive(Debug, clap::Subcommand)]
-enum Command {
-    /// Run agents; the other commands start this
-    #[command(hide = true)]
-    Swarm(swarm::SwarmArgs),
-    /// Check a history that was kept
-    Check {
-        /// A file of JSON lines
-        history: PathBuf,
-    },
-}
-
-#[derive(Debug, clap::Args)]
-struct ChaosArgs {
-    /// List all scenarios
-    #[arg(long)]
-    list: bool,
-    /// Run this scenario; may be given several times. Default: all that can run
-    #[arg(long, value_name = "ID")]
-    scenario: Vec<String>,
-    /// Run the quick set, each scenario in its short form: less than four minutes
-    #[arg(long)]
-    quick: bool,
-    /// Choices of the nemesis. Default: random, and printed
-    #[arg(long)]
-    seed: Option<u64>,
-    /// How long faults go on in S02, S30 and S48. Default: 10
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1440))]
-    minutes: Option<u64>,
-    /// Number of replicas, where the scenario allows another one than its own
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(3..=7))]
-    replicas: Option<u8>,
-    /// Write chaos.md and its pictures into this folder, from all results that are kept
-    #[arg(long, value_name = "DIR")]
-    report: Option<PathBuf>,
-    /// Where results are kept, and histories of runs that failed. Default: target/chaos
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
-    /// Use the programs kas and agentk in this folder. Default: that of this program
-    #[arg(long, value_name = "DIR")]
-    programs: Option<PathBuf>,
-    /// Every second replica runs the programs in this folder: another build
-    #[arg(long, value_name = "DIR")]
-    other_programs: Option<PathBuf>,
-    /// Do not build the programs; read by xtask
-    #[arg(long)]
-    no_build: bool,
-}
-
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let result = match arguments.command {
         Some(Command::Swarm(arguments)) => swarm::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Some(Command::Abuse(arguments)) => abuse::run(&arguments).map(|()| ExitCode::SUCCESS),
         Some(Command::Check { history }) => check(&history),
-        None if arguments.chaos.list => list(),
+        Some(Command::Report { output }) => write(&output).map(|()| ExitCode::SUCCESS),
+        None if arguments.chaos.list => list(&arguments.chaos),
         None => chaos(&arguments.chaos),
     };
     result.unwrap_or_else(|error: anyhow::Error| {
@@ -117,15 +66,26 @@ fn main() -> ExitCode {
     })
 }
 
-fn list() -> Result<ExitCode> {
-    for Scenario { id, what, asserted, quick, elsewhere } in ALL {
-        let quick = if *quick { "quick" } else { "" };
-        match elsewhere {
-            None => println!("{id}  {quick:<5}  {what}: {asserted}"),
-            Some(why) => println!("{id}  -      {what}: does not run here: {why}"),
-        }
-    }
+fn list(arguments: &ChaosArgs) -> Result<ExitCode> {
+    let list = table::list(arguments.tracker, arguments.other_programs.is_some());
+    // A reader that has seen enough is no error.
+    let _ = std::io::stdout().write_all(list.as_bytes());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where results are kept.
+fn folder(output: &Output) -> PathBuf {
+    output.report.clone().unwrap_or_else(|| devkit::workspace::root().join("target/chaos"))
+}
+
+/// Writes the report of all results in the folder.
+fn write(output: &Output) -> Result<()> {
+    let folder = folder(output);
+    report::write(&folder, &folder)?;
+    if output.write_docs {
+        report::write(&folder, &devkit::workspace::root().join("docs"))?;
+    }
+    Ok(())
 }
 
 fn check(path: &Path) -> Result<ExitCode> {
@@ -135,61 +95,44 @@ fn check(path: &Path) -> Result<ExitCode> {
     Ok(if report.holds() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Returns why no scenario can run on this machine.
-fn missing() -> Option<String> {
-    if !rustix::process::geteuid().is_root() {
-        return Some("network namespaces need root".to_owned());
-    }
-    ["ip", "nft", "nsenter", "unshare"].into_iter().find(|program| find(program).is_none()).map(|program| {
-        format!("{program} is not installed: on Debian, apt-get install iproute2 nftables util-linux")
-    })
-}
-
 fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     if std::env::var_os(PROGRAMS).is_none() {
         return with_programs(arguments);
     }
-    let chosen: Vec<&Scenario> = if arguments.scenario.is_empty() {
-        let all = ALL.iter().filter(|scenario| scenario.elsewhere.is_none());
-        // The soak has no natural length, and two builds are needed for S36.
-        let asked = |scenario: &&Scenario| {
-            if arguments.quick {
-                scenario.quick
-            } else {
-                scenario.id != "S48" && (scenario.id != "S36" || arguments.other_programs.is_some())
-            }
+    let other = arguments.other_programs.is_some();
+    // The first of its trackers, if none is asked for.
+    let with = |scenario: &'static Scenario| (scenario, arguments.tracker.unwrap_or(scenario.trackers[0]));
+    let chosen: Vec<(&Scenario, Tracker)> = if arguments.scenario.is_empty() {
+        // What does not run here is no part of the set.
+        let asked = |scenario: &Scenario, tracker| {
+            let makes_sense = scenario.elsewhere.is_none() && scenario.trackers.contains(&tracker);
+            let chosen = if arguments.quick { scenario.quick } else { arguments.slow || !scenario.slow };
+            makes_sense && chosen && (other || !scenario.two_builds)
         };
-        all.filter(asked).collect()
+        ALL.iter().map(with).filter(|(scenario, tracker)| asked(scenario, *tracker)).collect()
     } else {
-        arguments.scenario.iter().map(|id| scenarios::find(id)).collect::<Result<_>>()?
+        let found = arguments.scenario.iter().map(|id| table::find(id).map_err(anyhow::Error::msg));
+        found.map(|scenario| scenario.map(with)).collect::<Result<_>>()?
     };
-    if let Some(why) = missing() {
-        eprintln!("nothing can run here: {why}");
-        return Ok(ExitCode::from(SKIPPED));
-    }
-    let out = arguments.out.clone().unwrap_or_else(|| devkit::workspace::root().join("target/chaos"));
+    let out = folder(&arguments.output);
     let seed = arguments.seed.unwrap_or_else(|| u64::from(rand::random::<u32>()));
     let (mut verdicts, mut skipped) = (Vec::new(), Vec::new());
-    for scenario in chosen {
-        let why = match scenario.id {
-            "S36" if arguments.other_programs.is_none() => Some("it needs --other-programs"),
-            _ => scenario.elsewhere,
-        };
-        if let Some(why) = why {
-            skipped.push(format!("{}: {why}", scenario.id));
+    for (scenario, tracker) in chosen {
+        if let Some(why) = scenario.missing(tracker, other) {
+            skipped.push(format!("{}: {why}", scenario.name(tracker)));
             continue;
         }
-        eprintln!("{}: {}; seed {seed}", scenario.id, scenario.what);
+        eprintln!("{}: {}; {}, seed {seed}", scenario.id, scenario.what, tracker.as_str());
         // A runtime of its own for each: its thread moves to the bridge of the run.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        verdicts.push(runtime.block_on(one(scenario, seed, arguments, &out))?);
+        verdicts.push(runtime.block_on(one(scenario, tracker, seed, arguments, &out))?);
     }
-    if let Some(docs) = &arguments.report {
-        report::write(&out, docs)?;
+    if !verdicts.is_empty() {
+        write(&arguments.output)?;
     }
     for verdict in &verdicts {
         let words = if verdict.failures.is_empty() { "passes" } else { "FAILS" };
-        println!("{}  {words}", verdict.id);
+        println!("{}  {words}", verdict.name);
         for failure in &verdict.failures {
             println!("     {failure}");
         }
@@ -224,19 +167,30 @@ fn with_programs(arguments: &ChaosArgs) -> Result<ExitCode> {
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-async fn one(scenario: &Scenario, seed: u64, arguments: &ChaosArgs, out: &Path) -> Result<Verdict> {
+async fn one(
+    scenario: &Scenario,
+    tracker: Tracker,
+    seed: u64,
+    arguments: &ChaosArgs,
+    out: &Path,
+) -> Result<Verdict> {
+    let name = scenario.name(tracker);
     let quick = arguments.quick;
+    let form = Form { quick, tracker, no_gates: arguments.no_gates };
     let mut setup = scenarios::setup(scenario.id, quick);
     if let Some(replicas) = arguments.replicas {
         setup.replicas = setup.replicas.max(replicas.into());
     }
-    let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(10));
-    let started = Run::start(scenario.id, seed, setup, quick, length, process::version::COMMIT).await;
+    let default = if scenario.id == "S48" { 60 } else { 10 };
+    let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(default));
+    let commit = process::version::COMMIT;
+    let lengths = (length, arguments.restarts);
+    let started = Run::start(&name, tracker, seed, setup, quick, lengths, commit).await;
     let mut run = match started {
         Ok(run) => run,
         Err(error) => {
             let failures = vec![format!("it did not start: {error:#}")];
-            return Ok(Verdict { id: scenario.id, failures });
+            return report::keep_failure(scenario, form, (seed, commit), failures, out);
         }
     };
     let performed = Box::pin(scenarios::perform(scenario.id, &mut run)).await;
@@ -248,11 +202,11 @@ async fn one(scenario: &Scenario, seed: u64, arguments: &ChaosArgs, out: &Path) 
         Ok(finished) => finished,
         Err(error) => {
             let failures = performed.err().into_iter().chain([error]).map(|error| format!("{error:#}"));
-            return Ok(Verdict { id: scenario.id, failures: failures.collect() });
+            return report::keep_failure(scenario, form, (seed, commit), failures.collect(), out);
         }
     };
     eprintln!("  the faults took {:.0} s, all {:.0} s", took.as_secs_f64(), finished.took.as_secs_f64());
-    report::keep(scenario, &finished, performed.as_ref().err(), quick, out)
+    report::keep(scenario, form, &finished, performed.as_ref().err(), out)
 }
 
 #[cfg(test)]

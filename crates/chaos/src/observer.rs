@@ -30,10 +30,20 @@ use crate::{client::Client, clock, load::Shared};
 /// How often a replica is asked for the replicas that it takes for alive: the error of times that are taken
 /// from views.
 pub(crate) const LOOK: Duration = Duration::from_millis(50);
-/// How often it is asked for each watched agent.
+/// How often it is asked for each watched agent, unless there are many.
 const AGENTS: Duration = Duration::from_millis(500);
-/// An answer that takes longer is not waited for.
+/// With many watched agents, the questions for one of them are this far apart: each makes the other replicas
+/// answer, too.
+const EACH: Duration = Duration::from_millis(20);
+/// Questions for agents that are open at once.
+const AT_ONCE: usize = 8;
+/// An answer that takes longer is not waited for: by the list, and by each question for an agent.
 const ANSWER: Duration = Duration::from_secs(3);
+
+/// Returns how often a replica is asked for this many agents.
+pub(crate) fn period(agents: usize) -> Duration {
+    AGENTS.max(EACH * u32::try_from(agents).unwrap_or(u32::MAX))
+}
 
 /// How many questions to a replica may be open.
 const ASKING: usize = 100;
@@ -118,7 +128,8 @@ impl Asking<'_> {
 
     /// Asks for agents; `None`: there is no answer.
     async fn look(&mut self, watched: &[i64]) -> Option<(u64, Seen)> {
-        let asked = timeout(ANSWER, async { look(&self.caller().await?, watched).await }).await;
+        let time = ANSWER.max(2 * period(watched.len()));
+        let asked = timeout(time, async { look(&self.caller().await?, watched).await }).await;
         self.answered(asked)
     }
 
@@ -228,17 +239,25 @@ pub(crate) async fn look(caller: &Caller, watched: &[i64]) -> Result<(u64, Seen)
     let list = list(caller).await?;
     let generation = list.replicas.first().map_or(0, |row| row.generation);
     let mut seen = Seen { live: live(&list, false).into_keys().collect(), ..Seen::default() };
-    for agent in watched {
-        let answer: ExplainAgentResponse =
-            caller.unary(EXPLAIN_AGENT, &ExplainAgentRequest { agent_id: *agent }).await?;
+    let mut answers = futures_util::stream::iter(watched.iter().copied())
+        .map(|agent| async move {
+            let question = ExplainAgentRequest { agent_id: agent };
+            let answer: ExplainAgentResponse = timeout(ANSWER, caller.unary(EXPLAIN_AGENT, &question))
+                .await
+                .context("no answer in time")??;
+            anyhow::Ok((agent, answer))
+        })
+        .buffer_unordered(AT_ONCE);
+    while let Some(answer) = answers.next().await {
+        let (agent, answer) = answer?;
         let own = answer.replicas.into_iter().next().context("the replica speaks first")?;
         let mut holders: BTreeSet<String> =
             own.beliefs.into_iter().filter(|belief| belief.holds).map(|belief| belief.name).collect();
         if own.idle_tunnels + own.busy_tunnels > 0 {
-            seen.own.insert(*agent);
+            seen.own.insert(agent);
             holders.insert(own.name);
         }
-        seen.agents.insert(*agent, holders);
+        seen.agents.insert(agent, holders);
     }
     Ok((generation, seen))
 }
@@ -268,7 +287,7 @@ async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: 
             push(&mut history.lock().views, view);
             last.lock().insert(replica.name.clone(), (at, seen));
         }
-        tokio::time::sleep(AGENTS).await;
+        tokio::time::sleep(period(watched.len())).await;
     }
 }
 

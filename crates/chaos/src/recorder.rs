@@ -14,6 +14,9 @@ use parking_lot::Mutex;
 
 use crate::clock;
 
+/// The ending of the file with the names under which kas knows requests: a name and a number in each line.
+pub(crate) const NAMES: &str = "names";
+
 /// Writes what agents run.
 #[derive(Clone, Debug)]
 pub(crate) struct Recorder(Arc<Shared>);
@@ -21,6 +24,7 @@ pub(crate) struct Recorder(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     file: Mutex<BufWriter<File>>,
+    names: Mutex<BufWriter<File>>,
     forbidden: Vec<String>,
     searched: Mutex<Search>,
 }
@@ -33,7 +37,18 @@ impl Recorder {
         let forbidden = forbidden.lines().filter(|line| line.len() >= 8).map(str::to_owned).collect();
         let place = "what agents and their API servers received".to_owned();
         let searched = Mutex::new(Search { place, bytes: 0, found: Vec::new() });
-        Ok(Self(Arc::new(Shared { file: Mutex::new(BufWriter::new(file)), forbidden, searched })))
+        let names = path.with_extension(NAMES);
+        let names = File::create(&names).with_context(|| format!("cannot write {}", names.display()))?;
+        let [file, names] = [file, names].map(|file| Mutex::new(BufWriter::new(file)));
+        Ok(Self(Arc::new(Shared { file, names, forbidden, searched })))
+    }
+
+    /// Records under which name kas knows a request.
+    pub(crate) fn named(&self, request: u64, headers: &HeaderMap) {
+        let name = headers.get("audit-id").and_then(|name| name.to_str().ok()?.strip_prefix("kas-"));
+        if let Some(name) = name {
+            writeln!(self.0.names.lock(), "{name} {request}").expect("the names can be written");
+        }
     }
 
     /// Writes one record.
@@ -44,6 +59,7 @@ impl Recorder {
 
     /// Hands what was written to the system.
     pub(crate) fn flush(&self) -> Result<()> {
+        self.0.names.lock().flush()?;
         Ok(self.0.file.lock().flush()?)
     }
 

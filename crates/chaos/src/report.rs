@@ -1,156 +1,183 @@
-//! What a run leaves on disk, and the report that is assembled from it.
+//! What a run leaves on disk, and the report that is assembled from all of it.
 
-use std::{
-    fmt::Write as _,
-    path::{Path, PathBuf},
-};
+mod page;
+mod result;
+
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use history::{History, Invariant};
-use serde_json::{Value, json};
+use history::History;
 
 use crate::{
-    judge::{self, Totals},
-    measure::{Better, Measured},
+    judge,
+    measure::Measured,
     run::Finished,
-    scenarios::{ALL, Scenario},
+    slope::Slope,
+    table::{Scenario, Tracker},
     timeline,
 };
+
+use self::result::FAILS;
+pub(crate) use self::result::RunResult;
+
+/// Where the report and its pictures are, below the folder of the documentation or of the results.
+const PAGE: &str = "chaos.md";
+const PICTURES: &str = "images/chaos";
+
+/// What makes runs of one scenario incomparable.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Form {
+    pub(crate) quick: bool,
+    pub(crate) tracker: Tracker,
+    /// Times are shown beside their gates, and fail nothing.
+    pub(crate) no_gates: bool,
+}
+
+impl std::fmt::Display for Form {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.quick { "quick" } else { "full" })?;
+        if self.tracker == Tracker::Redis {
+            write!(f, ", {}", self.tracker.as_str())?;
+        }
+        if self.no_gates {
+            f.write_str(", no gates")?;
+        }
+        Ok(())
+    }
+}
 
 /// Whether a scenario passed, and why not.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
-    pub(crate) id: &'static str,
+    pub(crate) name: String,
     pub(crate) failures: Vec<String>,
 }
 
-/// Judges a finished run, keeps its summary and picture in `out`, and its history if it failed.
+/// Judges a finished run, keeps its result and picture in `folder`, and its history if it failed.
 pub(crate) fn keep(
     scenario: &Scenario,
+    form: Form,
     finished: &Finished,
     error: Option<&anyhow::Error>,
-    quick: bool,
-    out: &Path,
+    folder: &Path,
 ) -> Result<Verdict> {
     let history = &finished.history;
-    let checked = history::check(history);
-    let mut measured = finished.measured.clone();
-    measured.extend(judge::whole(scenario.id, quick, history));
-    let mut failures: Vec<String> = error.iter().map(|error| format!("{error:#}")).collect();
-    for measured in measured.iter().filter(|measured| !measured.passes()) {
-        failures.push(match measured.judged() {
-            Some(value) => {
-                format!("{} is {}, the gate is {}", measured.name, short(value), short(measured.gate))
-            }
-            None => format!("{} was not measured", measured.name),
-        });
+    let name = scenario.name(form.tracker);
+    let mut measured: Vec<Measured> = finished.measured.clone();
+    measured.extend(judge::whole(scenario.id, history));
+    let mut result = RunResult::of(history, &measured, form);
+    scenario.id.clone_into(&mut result.id);
+    result.failures.extend(finished.slopes.iter().filter_map(Slope::failure));
+    if let Some(error) = error {
+        result.failures.insert(0, format!("{error:#}"));
     }
-    failures.extend(checked.breaches().map(ToString::to_string));
-    let totals = Totals::of(history);
-    let summary = json!({
-        "id": scenario.id,
-        "seed": history.header.seed,
-        "commit": history.header.commit,
-        "quick": quick,
-        "seconds": finished.took.as_secs(),
-        "failures": failures,
-        "totals": {
-            "requests": totals.requests, "ok": totals.ok, "retried": totals.retried, "unknown": totals.unknown,
-            "not_started": totals.not_started, "other": totals.other, "ok_idempotent": totals.ok_idempotent,
-        },
-        "runs": history.runs.len(),
-        "faults": history.faults.len(),
-        "measured": measured.iter().map(row).collect::<Vec<_>>(),
-        "invariants": Invariant::ALL.map(|invariant| json!([invariant.to_string(), checked.words(invariant)])),
-        "errors": judge::failures(history).into_iter().take(8).collect::<Vec<_>>(),
-        "notes": finished.notes,
-    });
-    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
-    std::fs::write(out.join(format!("{}.json", scenario.id)), serde_json::to_vec_pretty(&summary)?)?;
-    let title = format!("{}: {}", scenario.id, scenario.what);
-    std::fs::write(out.join(format!("{}.svg", scenario.id)), timeline::svg(&title, history))?;
-    print(&summary);
-    if !failures.is_empty() {
-        let path = history_file(out, history);
+    result.seconds = finished.took.as_secs();
+    result.slopes.clone_from(&finished.slopes);
+    result.notes.clone_from(&finished.notes);
+    // Shown to people; nothing is decided by it.
+    let now = process::clock::wall();
+    result.started = now.saturating_sub(finished.took).as_secs();
+    result.save(folder, &timeline::svg(&name, scenario.what, history))?;
+    print(&result);
+    if !result.passes() {
+        let path = history_file(folder, history);
         history::write(history, std::io::BufWriter::new(std::fs::File::create(&path)?))?;
         eprintln!("  the history is in {}", path.display());
     }
-    Ok(Verdict { id: scenario.id, failures })
+    Ok(Verdict { name, failures: result.failures })
 }
 
-fn history_file(out: &Path, history: &History) -> PathBuf {
-    out.join(format!("{}-seed-{}.jsonl", history.header.scenario, history.header.seed))
+/// Keeps that a scenario did not get as far as a history.
+pub(crate) fn keep_failure(
+    scenario: &Scenario,
+    form: Form,
+    (seed, commit): (u64, &str),
+    failures: Vec<String>,
+    folder: &Path,
+) -> Result<Verdict> {
+    let name = scenario.name(form.tracker);
+    let now = process::clock::wall().as_secs();
+    let result = RunResult {
+        id: scenario.id.to_owned(),
+        form: form.to_string(),
+        no_gates: form.no_gates,
+        started: now,
+        seed,
+        commit: commit.to_owned(),
+        failures: failures.clone(),
+        ..RunResult::default()
+    };
+    result.save(folder, &timeline::svg(&name, scenario.what, &History::default()))?;
+    Ok(Verdict { name, failures })
 }
 
-fn row(measured: &Measured) -> Value {
-    json!({
-        "name": measured.name,
-        "unit": measured.unit,
-        "n": measured.values.len(),
-        "p50": measured.at(0.5),
-        "p99": measured.judged(),
-        "max": match measured.better { Better::Smaller => measured.at(1.0), Better::Larger => measured.at(0.0) },
-        "target": measured.target,
-        "gate": measured.gate,
-        "passes": measured.passes(),
-        "world_class": measured.is_world_class(),
-        "reference": measured.reference,
-        "how": measured.how,
-    })
+fn history_file(folder: &Path, history: &History) -> PathBuf {
+    folder.join(format!("{}-seed-{}.jsonl", history.header.scenario, history.header.seed))
 }
 
-fn print(summary: &Value) {
-    let totals = &summary["totals"];
-    eprintln!(
-        "  {} requests, {} with a response, {} tried elsewhere, {} unknown, {} not started, {} other failures; agents ran {}",
-        totals["requests"],
-        totals["ok"],
-        totals["retried"],
-        totals["unknown"],
-        totals["not_started"],
-        totals["other"],
-        summary["runs"]
-    );
-    for row in list(&summary["measured"]) {
-        eprintln!(
-            "  {:<32} p50 {} p99 {} max {} {} (N {}; target {}, gate {}){}",
-            text(&row["name"]),
-            number(&row["p50"]),
-            number(&row["p99"]),
-            number(&row["max"]),
-            text(&row["unit"]),
-            row["n"],
-            number(&row["target"]),
-            number(&row["gate"]),
-            if row["passes"] == true { "" } else { "  FAILED" }
-        );
-    }
-    for invariant in list(&summary["invariants"]) {
-        let words = text(&invariant[1]);
-        if !words.starts_with("not observed") {
-            eprintln!("  {:<4} {words}", text(&invariant[0]));
+/// Writes the report of all results in `results`, with their pictures, below `docs`. Pictures of scenarios
+/// that are not in it any more are removed.
+pub(crate) fn write(results: &Path, docs: &Path) -> Result<()> {
+    let all = result::read(results)?;
+    let pictures = docs.join(PICTURES);
+    std::fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
+    let (page, shown) = page::page(&all);
+    for old in std::fs::read_dir(&pictures)? {
+        let path = old?.path();
+        let is_picture = path.extension().is_some_and(|ending| ending == "svg");
+        if is_picture && !shown.iter().any(|(_, name)| path.file_name().is_some_and(|file| file == &**name)) {
+            std::fs::remove_file(path)?;
         }
     }
-    for error in list(&summary["errors"]) {
-        eprintln!("  {} x {}", error[0], text(&error[1]));
+    for (file, name) in &shown {
+        let from = results.join(format!("{file}.svg"));
+        std::fs::copy(&from, pictures.join(name))
+            .with_context(|| format!("cannot copy {}", from.display()))?;
     }
-    for note in list(&summary["notes"]).iter().chain(list(&summary["failures"])) {
-        eprintln!("  {}", text(note));
+    std::fs::write(docs.join(PAGE), page)?;
+    eprintln!("{} has the report of {} runs", docs.join(PAGE).display(), all.len());
+    Ok(())
+}
+
+fn print(result: &RunResult) {
+    eprintln!("  {}", page::totals(result));
+    for quantity in &result.measured {
+        let [p50, p99, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
+        let failed = match (quantity.verdict(), quantity.is_gated(result.no_gates)) {
+            (FAILS, true) => "  FAILED",
+            (FAILS, false) => "  over its gate",
+            _ => "",
+        };
+        eprintln!(
+            "  {:<32} p50 {p50} p99 {p99} max {worst} {} (N {}; target {}, gate {}){failed}",
+            quantity.name,
+            quantity.unit,
+            quantity.values.len(),
+            short(quantity.target),
+            short(quantity.gate),
+        );
+    }
+    for slope in &result.slopes {
+        eprintln!("  {slope}");
+    }
+    for (invariant, checks) in &result.invariants {
+        if checks.checked > 0 {
+            eprintln!("  {invariant:<4} {}", checks.words);
+        }
+    }
+    for (count, text) in &result.errors {
+        eprintln!("  {count} x {text}");
+    }
+    for text in result.notes.iter().chain(&result.failures) {
+        eprintln!("  {text}");
     }
 }
 
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
+fn number(value: Option<f64>) -> String {
+    value.map_or_else(|| "none".to_owned(), short)
 }
 
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
-}
-
-fn number(value: &Value) -> String {
-    value.as_f64().map_or_else(|| "none".to_owned(), short)
-}
-
+/// A number with as many digits as tell something.
 fn short(value: f64) -> String {
     if value.fract() == 0.0 || value.abs() >= 1000.0 {
         format!("{value:.0}")
@@ -161,149 +188,37 @@ fn short(value: f64) -> String {
     }
 }
 
-/// Writes the report of all summaries in `out`, and their pictures, below `docs`.
-pub(crate) fn write(out: &Path, docs: &Path) -> Result<()> {
-    let pictures = docs.join("chaos");
-    std::fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
-    let mut summaries = Vec::new();
-    for scenario in ALL {
-        let path = out.join(format!("{}.json", scenario.id));
-        let Ok(bytes) = std::fs::read(&path) else { continue };
-        let summary: Value =
-            serde_json::from_slice(&bytes).with_context(|| format!("{} is no summary", path.display()))?;
-        let picture = format!("{}.svg", scenario.id);
-        std::fs::copy(out.join(&picture), pictures.join(&picture))?;
-        summaries.push((scenario, summary));
-    }
-    std::fs::write(docs.join("chaos.md"), document(&summaries))?;
-    Ok(())
-}
-
-const HEAD: &str = "\
-# Chaos
-
-Real replicas of kas in network namespaces, agents with the library of agentk, clients, and faults. After each
-scenario one checker reads what clients, agents and replicas recorded. `cargo xtask chaos --report docs` writes
-this page; do not edit it. A row that fails stays here as failing.
-
-A client knows all replicas. It sends a request once more, to another replica, if the connection was refused, the
-stream was refused, or kas says that the request was not started. Everything else that fails is *unknown*: the
-checker proves from the records of the agents that none of it ran twice.
-
-Times that are taken from views of replicas include up to 50 ms (lists of replicas) or 500 ms (agents) until the
-next look. *Target* is what the project wants to publish, and *gate* is what fails a run on two shared cores.
-";
-
-fn document(summaries: &[(&Scenario, Value)]) -> String {
-    let mut out = String::from(HEAD);
-    // Writing to a string does not fail.
-    let _ = writeln!(out, "\n## Scenarios\n\n| | fault | asserted | result |\n| --- | --- | --- | --- |");
-    for scenario in ALL {
-        let found = summaries.iter().find(|(other, _)| other.id == scenario.id);
-        let result = match (found, scenario.elsewhere) {
-            (Some((_, summary)), _) if list(&summary["failures"]).is_empty() => {
-                format!("[passes](#{})", scenario.id.to_lowercase())
-            }
-            (Some(_), _) => format!("[**FAILS**](#{})", scenario.id.to_lowercase()),
-            (None, Some(why)) => format!("does not run here: {why}"),
-            (None, None) => "was not run".to_owned(),
-        };
-        let _ = writeln!(out, "| {} | {} | {} | {result} |", scenario.id, scenario.what, scenario.asserted);
-    }
-    for (scenario, summary) in summaries {
-        section(&mut out, scenario, summary);
-    }
-    out
-}
-
-fn section(out: &mut String, scenario: &Scenario, summary: &Value) {
-    let totals = &summary["totals"];
-    let _ = writeln!(
-        out,
-        "\n## {}\n\n{}. Seed {}, commit {}, {} s{}.\n\n![{}](chaos/{}.svg)\n",
-        scenario.id,
-        scenario.what,
-        summary["seed"],
-        text(&summary["commit"]),
-        summary["seconds"],
-        if summary["quick"] == true { ", the quick form" } else { "" },
-        scenario.id,
-        scenario.id
-    );
-    let _ = writeln!(
-        out,
-        "{} requests: {} with a response, {} tried once more elsewhere, {} unknown, {} not started, {} other \
-         failures. Agents recorded {} runs. The nemesis struck {} times.\n",
-        totals["requests"],
-        totals["ok"],
-        totals["retried"],
-        totals["unknown"],
-        totals["not_started"],
-        totals["other"],
-        summary["runs"],
-        summary["faults"]
-    );
-    if !list(&summary["measured"]).is_empty() {
-        let _ = writeln!(
-            out,
-            "| | N | p50 | p99 or worst | max | target | gate | | others publish | from, to |\n\
-             | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-        );
-        for row in list(&summary["measured"]) {
-            let verdict = match (row["passes"] == true, row["world_class"] == true) {
-                (_, true) => "target",
-                (true, false) => "gate",
-                (false, false) => "**fails**",
-            };
-            let _ = writeln!(
-                out,
-                "| {} | {} | {} | {} | {} {} | {} | {} | {verdict} | {} | {} |",
-                text(&row["name"]),
-                row["n"],
-                number(&row["p50"]),
-                number(&row["p99"]),
-                number(&row["max"]),
-                text(&row["unit"]),
-                number(&row["target"]),
-                number(&row["gate"]),
-                text(&row["reference"]),
-                text(&row["how"])
-            );
-        }
-        let _ = writeln!(out);
-    }
-    let invariants: Vec<String> = list(&summary["invariants"])
-        .iter()
-        .map(|invariant| format!("{} {}", text(&invariant[0]), text(&invariant[1])))
-        .collect();
-    let (seen, unseen): (Vec<String>, Vec<String>) =
-        invariants.into_iter().partition(|words| !words.contains("not observed"));
-    let _ = writeln!(out, "Invariants: {}.\n", seen.join("; "));
-    let _ = writeln!(out, "Without observation: {}.", unseen.join("; ").replace(" not observed:", ","));
-    for note in list(&summary["notes"]) {
-        let _ = writeln!(out, "\n{}", text(note));
-    }
-    for failure in list(&summary["failures"]) {
-        let _ = writeln!(out, "\n**Fails**: {}", text(failure));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_failing_row_stays_as_failing() {
-        let scenario = &ALL[1];
-        let summary = json!({ "failures": ["T_kill is 600, the gate is 500"], "totals": {}, "measured": [] });
-        let text = document(&[(scenario, summary)]);
-        assert!(text.contains("[**FAILS**](#s02)") && text.contains("**Fails**: T_kill is 600"), "{text}");
-        assert!(text.contains("| S01 |") && text.contains("was not run"), "{text}");
-        assert!(text.contains("does not run here: "), "{text}");
+    fn forms_keep_runs_apart() {
+        let form = Form { quick: true, tracker: Tracker::Gossip, no_gates: false };
+        assert_eq!(form.to_string(), "quick");
+        let form = Form { quick: false, tracker: Tracker::Redis, no_gates: true };
+        assert_eq!(form.to_string(), "full, redis, no gates");
     }
 
     #[test]
     fn numbers_are_short() {
         assert_eq!([12.0, 99.963, 12.34, 1234.5].map(short), ["12", "99.963", "12.3", "1234"]);
+    }
+
+    #[test]
+    fn the_report_has_the_pictures_of_this_time_only() {
+        let results = tempfile::tempdir().unwrap();
+        let docs = tempfile::tempdir().unwrap();
+        let old = docs.path().join(PICTURES).join("S99-quick.svg");
+        std::fs::create_dir_all(old.parent().unwrap()).unwrap();
+        std::fs::write(&old, "<svg/>").unwrap();
+        let form = "quick".to_owned();
+        let result = RunResult { id: "S02".to_owned(), form, seed: 7, ..RunResult::default() };
+        result.save(results.path(), "<svg/>").unwrap();
+        write(results.path(), docs.path()).unwrap();
+        assert!(!old.exists());
+        assert!(docs.path().join(PICTURES).join("S02-quick.svg").exists());
+        let page = std::fs::read_to_string(docs.path().join(PAGE)).unwrap();
+        assert!(page.contains("](images/chaos/S02-quick.svg)"), "{page}");
     }
 }

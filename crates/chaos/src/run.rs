@@ -1,40 +1,62 @@
 //! One run of a scenario: replicas, agents, load, faults, and the history of all of it.
 
+mod end;
+mod setup;
+
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
-use history::{Bounds, Effect, Fault, History, Kind, Life, Micros, Outcome, SECOND, Truth};
+use anyhow::{Context as _, Result};
+use history::{Bounds, Effect, Fault, Kind, Life, Micros, Outcome, SECOND};
 use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::json;
 use tempfile::TempDir;
 use testkit::{
-    caller::Caller,
     kas::{merge, within},
     mesh::{self, Mesh},
     network::{Cut, Traffic},
     process::Process,
 };
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 
+pub(crate) use self::{
+    end::Finished,
+    setup::{Drain, Setup},
+};
 use crate::{
     client::{Client, Door},
     clock::{self, millis},
+    faults::{
+        clock::WallClock,
+        outside::{HOSTS, Outside},
+        resources::SmallDisk,
+    },
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
-    observer::{Observed, Observer, look},
+    observer::{Observed, Observer},
+    outsiders::{self, Outsiders},
+    sizes::{Size, Sized, Sizes},
+    slope::Slope,
+    table::Tracker,
 };
 
 /// The port of the Kubernetes endpoint.
-const KUBERNETES: u16 = 8154;
-/// Agents that are asked for at every replica.
-const WATCHED: i64 = 8;
+pub(crate) const KUBERNETES: u16 = 8154;
+/// Agents that are asked for at every replica again and again: all, unless there are more. At the end, every
+/// replica is asked for all in any case.
+const WATCHED: i64 = 200;
+/// gRPC streams of every load.
+const STREAMS: usize = 3;
 /// Hosts for agents, after those of the replicas.
-const AGENT_HOSTS: usize = 2;
+pub(crate) const AGENT_HOSTS: usize = 2;
 /// Everything that a run waits for takes at most this long.
 const LONG: Duration = Duration::from_secs(40);
 
@@ -49,44 +71,6 @@ pub(crate) enum Way {
     Holding,
 }
 
-/// How a scenario is set up.
-#[derive(Clone, Debug)]
-pub(crate) struct Setup {
-    pub(crate) replicas: usize,
-    /// Agents that the first swarm connects.
-    pub(crate) agents: i64,
-    /// Agents that identities exist for, beyond those.
-    pub(crate) more_agents: i64,
-    /// Of the first agents, how many have an API server.
-    pub(crate) clusters: i64,
-    /// Connections of each agent.
-    pub(crate) connections: usize,
-    /// How long a request takes, in milliseconds.
-    pub(crate) work: u64,
-    /// Configuration of kas over that of every run.
-    pub(crate) config: serde_json::Value,
-    /// The only replica that the first agents connect to; `None`: any.
-    pub(crate) only: Option<usize>,
-    /// Replicas that are started at first; the others when the scenario says so.
-    pub(crate) started: usize,
-}
-
-impl Default for Setup {
-    fn default() -> Self {
-        Self {
-            replicas: 3,
-            agents: 24,
-            more_agents: 0,
-            clusters: 12,
-            connections: 2,
-            work: 20,
-            config: json!({}),
-            only: None,
-            started: usize::MAX,
-        }
-    }
-}
-
 /// A process with agents.
 #[derive(Debug)]
 struct Swarm {
@@ -96,20 +80,39 @@ struct Swarm {
 
 /// A run.
 pub(crate) struct Run {
+    // Before the network of the mesh, on which it is.
+    pub(crate) outside: Outside,
     pub(crate) mesh: Mesh,
+    pub(crate) tracker: Tracker,
     pub(crate) history: Shared,
     pub(crate) client: Arc<Client>,
+    /// The token of the user of the Kubernetes endpoint.
+    pub(crate) user: String,
     pub(crate) ids: Ids,
     pub(crate) rng: StdRng,
     pub(crate) quick: bool,
     /// How long scenarios whose length can be chosen strike.
     pub(crate) length: Duration,
+    /// How often a rolling restart is repeated; `None`: as the scenario says.
+    pub(crate) restarts: Option<u32>,
     pub(crate) setup: Setup,
     pub(crate) measured: Vec<Measured>,
     pub(crate) notes: Vec<String>,
+    pub(crate) slopes: Vec<Slope>,
+    /// The wall clock of the replica that the setup names.
+    pub(crate) wall: Option<WallClock>,
+    /// The disk of the audit logs.
+    pub(crate) disk: Option<SmallDisk>,
     observer: Observer,
-    load: Option<Load>,
+    /// The agents that the observer asks for.
+    watched: Vec<i64>,
+    sizes: Sizes,
+    loads: Vec<Load>,
+    outsiders: Option<Outsiders>,
+    guest: Arc<Client>,
     swarms: Vec<Option<Swarm>>,
+    /// The numbers of requests by the names that kas gave them, of swarms that have ended.
+    names: HashMap<String, u64>,
     folder: TempDir,
     begun: Instant,
 }
@@ -117,55 +120,81 @@ pub(crate) struct Run {
 impl Run {
     /// Starts the replicas and the first swarm, and waits until all replicas see all agents.
     pub(crate) async fn start(
-        id: &str,
+        name: &str,
+        tracker: Tracker,
         seed: u64,
         setup: Setup,
         quick: bool,
-        length: Duration,
+        (length, restarts): (Duration, Option<u32>),
         commit: &str,
     ) -> Result<Self> {
         let folder = TempDir::with_prefix("chaos-")?;
-        let user = format!("kasu_{}", &"chaos-".repeat(8)[..43]);
-        let hash = ids::TokenHash::of(user.as_bytes()).to_hex();
-        let users = folder.path().join("users.yaml");
-        testkit::kas::write_private(
-            &users,
-            &format!("users: [{{name: chaos, tokens: [\"sha256:{hash}\"]}}]\n"),
-        )?;
+        let [user, guest] = ["chaos-", "guest-"].map(outsiders::token);
+        let users = folder.path().join(outsiders::USERS);
+        outsiders::write_users(&users, &[("chaos", &user), ("guest", &guest)])?;
         let mut config = json!({
             "agent": {
                 "listen": { "connections_per_token_per_minute": 100_000 },
                 "kubernetes_api": {
                     "listen": { "address": format!("0.0.0.0:{KUBERNETES}") },
                     "users": { "file": users },
-                    "access": [{ "agents": "all", "users": ["kas:chaos"], "as": "agent" }],
+                    "access": [{ "agents": "all", "users": ["kas:*"], "as": "agent" }],
                     "limits": { "per_caller": { "open": 10_000, "upgrades": 10_000 } },
                 },
             },
-            "drain": { "delay": "1s", "timeout": "10s", "upgrade_grace": "3s" },
+            "drain": {
+                "delay": seconds(setup.drain.delay),
+                "timeout": seconds(setup.drain.timeout),
+                "upgrade_grace": seconds(setup.drain.grace),
+            },
         });
+        let disk = match setup.audit_disk {
+            None => None,
+            Some(kib) => {
+                let at = folder.path().join("audit");
+                let output = at.join("audit.log");
+                merge(&mut config, json!({ "observability": { "audit": { "output": output } } }));
+                Some(SmallDisk::new(&at, kib)?)
+            }
+        };
         merge(&mut config, setup.config.clone());
-        let mesh = Mesh::start_with(mesh::Options {
+        let wall = setup.clock.map(|_| WallClock::new(folder.path())).transpose()?;
+        let env = match (setup.clock, &wall) {
+            (Some(n), Some(wall)) => [(n, wall.environment()?)].into(),
+            _ => BTreeMap::new(),
+        };
+        let mut mesh = Mesh::start_with(mesh::Options {
+            env,
+            build: setup.one_build.then_some(0),
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
             hosts: true,
-            more_hosts: AGENT_HOSTS,
+            more_hosts: AGENT_HOSTS + HOSTS,
             start: false,
+            audits: setup.audits.then(|| folder.path().to_owned()),
             ..mesh::Options::default()
         })
         .await?;
+        let hosts = setup.replicas + AGENT_HOSTS;
+        let sizes = (setup.replicas, setup.agents + setup.more_agents, hosts);
+        let outside = Outside::start(&mut mesh, tracker, setup.wanted, sizes, KUBERNETES, seed).await?;
         let all: Vec<usize> = (0..setup.replicas).collect();
-        let doors = all.iter().map(|n| Door {
-            name: mesh.private(*n).to_string(),
-            api: mesh.api(*n),
-            kubernetes: (mesh.api(*n).ip(), KUBERNETES).into(),
+        let doors = all.iter().map(|n| {
+            let wires = outside.doorways.get(*n);
+            let straight = (mesh.api(*n).ip(), KUBERNETES).into();
+            Door {
+                name: mesh.private(*n).to_string(),
+                api: wires.map_or(mesh.api(*n), |wires| wires.api.address()),
+                kubernetes: wires.map_or(straight, |wires| wires.kubernetes.address()),
+            }
         });
         let client = Client::new(doors.collect(), mesh.api_secret().to_vec(), user.clone());
-        std::fs::write(folder.path().join("forbidden"), [user, client.token()].join("\n"))?;
+        let guest = client.other(mesh.api_secret().to_vec(), guest);
+        std::fs::write(folder.path().join("forbidden"), [user.as_str(), &client.token()].join("\n"))?;
         let history = Shared::default();
         history.lock().header = history::Header {
-            scenario: id.to_owned(),
+            scenario: name.to_owned(),
             seed,
             commit: commit.to_owned(),
             bounds: Bounds { early: 3 * SECOND, ..Bounds::default() },
@@ -173,22 +202,36 @@ impl Run {
         };
         let observed: Vec<Observed> =
             all.iter().map(|n| Observed { name: mesh.private(*n).to_string(), api: mesh.api(*n) }).collect();
-        let watched: Vec<i64> = (1..=setup.agents.min(WATCHED)).collect();
+        let watched = spread(setup.agents);
         let observer = Observer::start(&observed, &watched, &client, &history);
+        let sized = |n: &usize| Sized { name: mesh.private(*n).to_string(), metrics: mesh.observability(*n) };
+        let sizes = Sizes::start(&all.iter().map(sized).collect::<Vec<_>>(), &history);
         let mut run = Self {
+            outside,
             mesh,
+            tracker,
             history,
             client,
+            user,
             ids: Ids::default(),
             rng: StdRng::seed_from_u64(seed),
             quick,
             length,
+            restarts,
             setup,
             measured: Vec::new(),
             notes: Vec::new(),
+            slopes: Vec::new(),
+            wall,
+            disk,
             observer,
-            load: None,
+            watched,
+            sizes,
+            loads: Vec::new(),
+            outsiders: None,
+            guest,
             swarms: Vec::new(),
+            names: HashMap::new(),
             folder,
             begun: Instant::now(),
         };
@@ -197,9 +240,17 @@ impl Run {
         for n in first {
             run.lives(n);
         }
-        let plan = (1, run.setup.agents, run.setup.clusters, run.setup.connections);
-        let only = run.setup.only;
-        run.swarm(plan, only, 0).await?;
+        let Setup { replicas, agents, double, pinned, clusters, connections, only, .. } = run.setup;
+        if pinned > 0 {
+            run.swarm_among((1, pinned, clusters, 1), &[0], 0).await?;
+            let others: Vec<usize> = (1..replicas).collect();
+            run.swarm_among((pinned + 1, agents - pinned, 0, connections), &others, 1).await?;
+        } else {
+            run.swarm((1, agents - double, clusters, connections), only, 0).await?;
+        }
+        if double > 0 {
+            run.swarm((agents - double + 1, double, 0, 2), only, 0).await?;
+        }
         run.settled(LONG).await.context("before the first fault")?;
         Ok(run)
     }
@@ -213,20 +264,32 @@ impl Run {
         self.mesh.private(n).to_string()
     }
 
+    /// The row of a time in which replicas learn of another one: with Redis, it is the life of its key.
+    pub(crate) fn learns(&self, gossip: &'static Row, redis: &'static Row) -> &'static Row {
+        match self.tracker {
+            Tracker::Gossip => gossip,
+            Tracker::Redis => redis,
+        }
+    }
+
     /// Prints what happens, and when.
     pub(crate) fn say(&self, what: &str) {
         eprintln!("  [{:>6.1} s] {what}", self.begun.elapsed().as_secs_f64());
     }
 
     fn lives(&mut self, n: usize) {
-        let life = Life { replica: self.name(n), epoch: None, from: clock::now(), to: None };
-        self.history.lock().lives.push(life);
+        let (replica, from) = (self.name(n), clock::now());
+        self.sizes.processes.lock().insert(replica.clone(), self.mesh.kas(n).process.id());
+        self.history.lock().lives.push(Life { replica, epoch: None, from, to: None, killed: false });
     }
 
-    fn died(&mut self, n: usize) {
+    /// Records that a process has ended.
+    pub(crate) fn died(&mut self, n: usize, killed: bool) {
         let name = self.name(n);
+        self.sizes.processes.lock().remove(&name);
         if let Some(life) = self.history.lock().lives.iter_mut().rfind(|life| life.replica == name) {
             life.to = life.to.or(Some(clock::now()));
+            life.killed = killed;
         }
     }
 
@@ -236,13 +299,36 @@ impl Run {
     /// this host for agents. Returns its number, and does not wait until it is connected.
     pub(crate) async fn swarm(
         &mut self,
-        (first, count, clusters, connections): (i64, i64, i64, usize),
+        plan: (i64, i64, i64, usize),
         only: Option<usize>,
         host: usize,
     ) -> Result<usize> {
         let replicas = only.map_or_else(|| (0..self.setup.replicas).collect(), |only| vec![only]);
-        let addresses: Vec<_> =
-            replicas.into_iter().map(|n| format!("grpc://{}", self.mesh.agents(n))).collect();
+        self.swarm_among(plan, &replicas, host).await
+    }
+
+    /// As [`swarm`](Self::swarm), with the replicas that its agents know.
+    pub(crate) async fn swarm_among(
+        &mut self,
+        plan: (i64, i64, i64, usize),
+        replicas: &[usize],
+        host: usize,
+    ) -> Result<usize> {
+        let addresses = replicas.iter().map(|n| {
+            let wire = self.outside.doorways.get(*n).map(|wires| wires.agents.address());
+            wire.unwrap_or_else(|| self.mesh.agents(*n))
+        });
+        self.swarm_at(plan, addresses.collect(), host).await
+    }
+
+    /// As [`swarm`](Self::swarm), at these listeners for agents.
+    pub(crate) async fn swarm_at(
+        &mut self,
+        (first, count, clusters, connections): (i64, i64, i64, usize),
+        addresses: Vec<SocketAddr>,
+        host: usize,
+    ) -> Result<usize> {
+        let addresses: Vec<String> = addresses.iter().map(|at| format!("grpc://{at}")).collect();
         let number = self.swarms.len();
         let history = self.folder.path().join(format!("swarm-{number}.jsonl"));
         let arguments = [
@@ -278,8 +364,8 @@ impl Run {
     /// Shuts a swarm down, and takes what its agents recorded.
     pub(crate) async fn end_swarm(&mut self, swarm: usize) -> Result<()> {
         let swarm = self.swarms[swarm].take().context("the swarm runs")?;
-        let recorded = ended(swarm).await?;
-        add(&mut self.history.lock(), recorded);
+        let recorded = end::ended(swarm).await?;
+        end::add(&mut self.history.lock(), &mut self.names, recorded);
         Ok(())
     }
 
@@ -308,18 +394,39 @@ impl Run {
             clusters: self.setup.clusters + 1,
             watches,
             execs,
+            streams: STREAMS,
             deadline: Duration::from_secs(10),
         };
         self.load_with(plan);
     }
 
+    /// As [`load`](Self::load), through the first replicas only.
+    pub(crate) fn load_through(&mut self, replicas: usize, rate: u32) {
+        let (agents, clusters) = ((1, self.setup.agents + 1), self.setup.clusters + 1);
+        let deadline = Duration::from_secs(10);
+        let plan = Plan { rate, agents, clusters, watches: 0, execs: 0, streams: 0, deadline };
+        self.begin(plan, replicas);
+    }
+
+    /// Begins this load, beside those that have begun.
     pub(crate) fn load_with(&mut self, plan: Plan) {
-        self.load = Some(Load::start(&self.client, &self.history, &self.ids, plan, self.setup.replicas));
+        self.begin(plan, self.setup.replicas);
+    }
+
+    fn begin(&mut self, plan: Plan, replicas: usize) {
+        self.loads.push(Load::start(&self.client, &self.history, &self.ids, plan, replicas));
+        if self.outsiders.is_none() {
+            let outsiders = Outsiders::start(&self.client, &self.history, &self.ids, self.setup.agents);
+            self.outsiders = Some(outsiders);
+        }
     }
 
     /// Ends the load: what is open is awaited.
     pub(crate) async fn unload(&mut self) {
-        if let Some(load) = self.load.take() {
+        if let Some(outsiders) = self.outsiders.take() {
+            outsiders.stop().await;
+        }
+        for load in std::mem::take(&mut self.loads) {
             let skipped = load.stop().await;
             if skipped > 0 {
                 self.notes.push(format!("{skipped} requests were not sent, because too many were open."));
@@ -353,7 +460,7 @@ impl Run {
         self.struck(n, "SIGKILL replica");
         let at = clock::now();
         self.mesh.kill(n).await?;
-        self.died(n);
+        self.died(n, true);
         Ok(at)
     }
 
@@ -375,13 +482,18 @@ impl Run {
 
     /// Shuts a replica down cleanly, and returns how long that took.
     pub(crate) async fn leave(&mut self, n: usize) -> Result<Duration> {
+        self.leave_within(n, LONG).await
+    }
+
+    /// As [`leave`](Self::leave), with the longest time that it may take.
+    pub(crate) async fn leave_within(&mut self, n: usize, most: Duration) -> Result<Duration> {
         // Until it has ended, what it holds is on its way to others.
         let effect = Effect::Disabled(BTreeSet::from([self.name(n)]));
         let fault = self.fault(format!("SIGTERM replica {n}"), effect);
         let begun = Instant::now();
-        self.mesh.leave(n, LONG).await?;
+        self.mesh.leave(n, most).await?;
         self.fault_ends(fault);
-        self.died(n);
+        self.died(n, false);
         Ok(begun.elapsed())
     }
 
@@ -513,18 +625,74 @@ impl Run {
             .collect()
     }
 
+    /// Asks each of these agents through the replicas other than `n`, again and again, until it has answered.
+    /// The returned tasks give the time from `since` to that: the work of a request is part of it.
+    pub(crate) fn first_answers(&self, agents: &BTreeSet<i64>, n: usize, since: Micros) -> JoinSet<f64> {
+        let others: Vec<usize> = self.mesh.running().into_iter().filter(|other| *other != n).collect();
+        let mut asking = JoinSet::new();
+        for (number, agent) in agents.iter().copied().enumerate() {
+            let (client, history) = (Arc::clone(&self.client), Arc::clone(&self.history));
+            let (ids, others) = (self.ids.clone(), others.clone());
+            asking.spawn(async move {
+                let end = Instant::now() + LONG;
+                for round in number.. {
+                    let replica = others[round % others.len().max(1)];
+                    let deadline = Duration::from_secs(10);
+                    let request = client.send(ids.next(), agent, Kind::Unary, replica, deadline).await;
+                    let answered = request.outcome == Some(Outcome::Ok);
+                    history.lock().requests.push(request);
+                    if answered || Instant::now() > end {
+                        break;
+                    }
+                    sleep(Duration::from_millis(5)).await;
+                }
+                millis(clock::now() - since)
+            });
+        }
+        asking
+    }
+
+    // Sizes.
+
+    /// Reads the sizes of a replica.
+    pub(crate) async fn size(&self, n: usize) -> Result<Size> {
+        let sized = Sized { name: self.name(n), metrics: self.mesh.observability(n) };
+        self.sizes.of(&sized).await
+    }
+
+    /// Waits until a replica's sizes are what they were before, or for `most`, and records them beside that.
+    pub(crate) async fn recovers(&mut self, n: usize, before: &Size, most: Duration) -> Result<()> {
+        let name = self.name(n);
+        let end = Instant::now() + most;
+        let share = self.history.lock().header.bounds.recovery;
+        let recoveries = loop {
+            let recoveries = self.size(n).await?.recovered(&name, before);
+            let is_back =
+                recoveries.iter().all(|r| r.after - r.before <= r.before.abs().mul_add(share, r.slack));
+            if is_back || Instant::now() >= end {
+                break recoveries;
+            }
+            sleep(Duration::from_secs(1)).await;
+        };
+        for recovery in &recoveries {
+            let history::Recovery { name, before, after, .. } = recovery;
+            self.notes.push(format!("{name} of replica {n}: {before:.0} before, {after:.0} after."));
+        }
+        self.history.lock().recoveries.extend(recoveries);
+        Ok(())
+    }
+
     // Convergence.
 
     /// Waits until every running replica sees what is true, and returns how long that took.
     pub(crate) async fn settled(&self, time: Duration) -> Result<Duration> {
         let begun = Instant::now();
         let running: BTreeSet<String> = self.mesh.running().into_iter().map(|n| self.name(n)).collect();
-        let agents = self.setup.agents.min(WATCHED);
         let since = clock::now();
         within(time, "all replicas see the same", async || {
             let last = self.observer.last.lock();
             let mut own: BTreeMap<i64, BTreeSet<String>> =
-                (1..=agents).map(|n| (n, BTreeSet::new())).collect();
+                self.watched.iter().map(|agent| (*agent, BTreeSet::new())).collect();
             for name in &running {
                 let Some((at, seen)) = last.get(name) else {
                     return Ok(Err(format!("{name} was not asked")));
@@ -560,68 +728,17 @@ impl Run {
         self.measure(row, [took.as_secs_f64() * 1000.0]);
         Ok(())
     }
-
-    /// Ends the run: stops the load, compares all views with the truth, ends the swarms and reads what their
-    /// agents recorded. Returns the whole history.
-    pub(crate) async fn finish(mut self) -> Result<Finished> {
-        self.unload().await;
-        self.mesh.network().cut(&[])?;
-        let settled = self.settled(LONG).await;
-        if let Err(error) = &settled {
-            self.notes.push(format!("The views did not become equal: {error:#}"));
-        }
-        // The looks that the truth is compared with.
-        let mut truth = Truth::default();
-        let watched: Vec<i64> = (1..=self.setup.agents.min(WATCHED)).collect();
-        let mut holders: BTreeMap<i64, BTreeSet<String>> = BTreeMap::new();
-        for n in self.mesh.running() {
-            let caller = Caller::connect(self.mesh.api(n), Some(self.client.token())).await?;
-            let (_, seen) = look(&caller, &watched).await?;
-            truth.live.insert(self.name(n));
-            for agent in seen.own {
-                holders.entry(agent).or_default().insert(self.name(n));
-            }
-        }
-        truth.agents = Some(holders);
-        sleep(Duration::from_millis(1500)).await;
-        self.observer.stop().await;
-        truth.at = clock::now();
-        let mut recorded = Vec::new();
-        for swarm in self.swarms.iter_mut().filter_map(Option::take) {
-            recorded.push(ended(swarm).await?);
-        }
-        let mut history = std::mem::take(&mut *self.history.lock());
-        recorded.into_iter().for_each(|recorded| add(&mut history, recorded));
-        ensure!(!history.views.is_empty(), "no replica answered");
-        history.truths.push(truth);
-        history.header.end = clock::now();
-        // Each swarm ended in order, or the run has failed above.
-        history.header.runs_complete = true;
-        Ok(Finished { history, measured: self.measured, notes: self.notes, took: self.begun.elapsed() })
-    }
 }
 
-/// Ends a swarm and returns what its agents recorded.
-async fn ended(swarm: Swarm) -> Result<History> {
-    swarm.process.terminate();
-    let status = swarm.process.exited(LONG).await?;
-    ensure!(status.success(), "a swarm failed, so that its records are incomplete: {status}");
-    let file = std::fs::File::open(&swarm.history)?;
-    history::read(std::io::BufReader::new(file)).context("what a swarm recorded")
+/// A duration of whole seconds, as configuration has it.
+fn seconds(time: Duration) -> String {
+    format!("{}s", time.as_secs())
 }
 
-fn add(history: &mut History, more: History) {
-    history.runs.extend(more.runs);
-    history.presences.extend(more.presences);
-    history.searches.extend(more.searches);
-}
-
-/// What a run leaves.
-pub(crate) struct Finished {
-    pub(crate) history: History,
-    pub(crate) measured: Vec<Measured>,
-    pub(crate) notes: Vec<String>,
-    pub(crate) took: Duration,
+/// Returns the agents that are watched, of 1 to `count`: all, or some that are evenly spread.
+fn spread(count: i64) -> Vec<i64> {
+    let watched = count.min(WATCHED);
+    (0..watched).map(|n| 1 + n * count / watched).collect()
 }
 
 /// Cuts in both directions between each of two groups.
@@ -631,4 +748,16 @@ pub(crate) fn between(one: &[usize], other: &[usize], what: Traffic) -> Vec<Cut>
         .filter(|(from, to)| from != to)
         .flat_map(|(from, to)| [Cut { from, to, what }, Cut { from: to, to: from, what }])
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn watched_agents_are_all_or_evenly_spread() {
+        assert_eq!(spread(24), (1..=24).collect::<Vec<_>>());
+        let many = spread(2_000);
+        assert_eq!((many.len(), many[0], many[1], many[199]), (200, 1, 11, 1991));
+    }
 }

@@ -1,206 +1,79 @@
-//! The scenarios: what each does and asserts, and why some cannot run here.
+//! The scenarios: how each is set up, and its steps. What each asserts is in the table.
 
+mod clock;
+mod failures;
+mod kills;
+mod limits;
 mod network;
+mod outside;
+mod packets;
+mod phases;
 mod process;
 mod registry;
+mod restarts;
+mod soak;
+mod strangers;
+mod upgrade;
+mod wires;
 
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use serde_json::json;
 
-use crate::run::{Run, Setup};
+use crate::{
+    faults::outside::Wanted,
+    run::{Drain, Run, Setup},
+};
 
-/// A row of the table of scenarios.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Scenario {
-    pub(crate) id: &'static str,
-    /// The fault.
-    pub(crate) what: &'static str,
-    /// What is asserted besides the invariants.
-    pub(crate) asserted: &'static str,
-    /// Whether it is in the quick set.
-    pub(crate) quick: bool,
-    /// Why it does not run as real processes, and where it is covered instead.
-    pub(crate) elsewhere: Option<&'static str>,
-}
-
-const fn row(id: &'static str, what: &'static str, asserted: &'static str, quick: bool) -> Scenario {
-    Scenario { id, what, asserted, quick, elsewhere: None }
-}
-
-const fn not_here(id: &'static str, what: &'static str, why: &'static str) -> Scenario {
-    Scenario { id, what, asserted: "", quick: false, elsewhere: Some(why) }
-}
-
-const FAILPOINTS: &str =
-    "needs failpoints in released programs; the simulation and the museum strike in each phase";
-
-/// Every scenario, in order.
-pub(crate) const ALL: &[Scenario] = &[
-    row("S01", "SIGKILL one of three replicas, idle", "T_kill, T_purge", false),
-    row(
-        "S02",
-        "SIGKILL one of three replicas every 30 s (quick: 10 s) under 200 requests/s, one connection per agent",
-        "success, T_kill, T_purge, T_failover; failures are unknown only",
-        true,
-    ),
-    row(
-        "S03",
-        "SIGKILL the replicas that route, all agents on the third",
-        "no request through another replica fails",
-        false,
-    ),
-    not_here("S04", "SIGKILL of the owner in each phase of a request", FAILPOINTS),
-    row("S05", "SIGKILL two of three replicas", "the last one serves; T_failover", false),
-    row("S06", "SIGKILL all replicas, staggered restart", "agents return; no state on disk is needed", false),
-    row("S07", "one replica is killed every 2 s", "versions do not go back, nothing is resurrected", false),
-    row(
-        "S08",
-        "SIGSTOP for 0.5, 5 and 60 s (quick: 0.5 and 5 s)",
-        "0.5 s: no death; else back within 1 s; no stale route",
-        true,
-    ),
-    row(
-        "S09",
-        "rolling restart of all replicas under load with watches and upgraded connections, two connections per agent",
-        "0 failed requests, T_drain, watches end in order",
-        true,
-    ),
-    row("S10", "one pair of replicas is cut, both see the third", "no false death, T_heal", true),
-    row(
-        "S11",
-        "one replica is isolated from the others, not from agents and clients",
-        "both sides serve, T_heal",
-        true,
-    ),
-    row(
-        "S12",
-        "one replica hears no UDP, the others hear it",
-        "it stays ready and serves its agents; no false death",
-        false,
-    ),
-    row("S13", "five replicas split 3/2, agents move meanwhile", "T_heal", false),
-    row("S14", "a link that is down and up each second", "T_heal", false),
-    row("S15", "a ring of four replicas", "no false death, T_heal", false),
-    row("S16", "a replica joins during a partition", "T_heal", false),
-    row("S17", "two groups that only one replica sees", "no false death, T_heal", false),
-    row("S18", "30 % of UDP packets lost (duplicates, order and delay: simulation)", "no false death", false),
-    row("S19", "all UDP dropped, TCP passes", "no false death, all requests succeed", true),
-    not_here(
-        "S20",
-        "UDP fragments dropped",
-        "no kernel module for netem; packets of gossip are below 1,400 bytes by test (crate gossip)",
-    ),
-    not_here(
-        "S21",
-        "TCP: latency, rate, slicing, reset, slow close",
-        "no netem; testkit::proxy and tests/tests/hostile do it in the process",
-    ),
-    row(
-        "S22",
-        "agents whose packets are all dropped, without FIN",
-        "T_halfopen; other agents are served",
-        true,
-    ),
-    not_here(
-        "S23",
-        "discovery fails, or answers with another cluster",
-        "crate discovery has the contract; tests/tests/cluster/join.rs joins by it",
-    ),
-    not_here(
-        "S24",
-        "balancers that close idle connections",
-        "tests/tests/proxies runs HAProxy, nginx and Envoy",
-    ),
-    row(
-        "S25",
-        "requests wait for absent agents, then the agents connect",
-        "T_unblock_local, T_unblock_remote; each is released once",
-        true,
-    ),
-    not_here("S26", "10,000 waiting requests, half are cancelled", "tests/tests/leaks.rs and limits.rs"),
-    row("S27", "agents that disconnect and connect again all the time", "no lost registration", false),
-    not_here("S28", "an agent moves within one gossip interval", "simulation"),
-    row(
-        "S29",
-        "agents on all replicas; replicas are killed one by one",
-        "failures are unknown only, until the last one",
-        false,
-    ),
-    row(
-        "S30",
-        "elastic: every 10 s a random replica is stopped, killed or started",
-        "T_heal after each step",
-        false,
-    ),
-    row(
-        "S31",
-        "reconnect storm: 300 agents of a killed replica (two cores have no room for 10,000)",
-        "T_storm as T_failover",
-        false,
-    ),
-    not_here("S32", "cold join with 100,000 entries", "cargo xtask bench cluster measures T_join"),
-    not_here("S33", "a replica that reads tables at 1 KB/s", "tests/tests/cluster/unresponsive.rs"),
-    not_here("S34", "slow agent and slow client", "tests/tests/fidelity.rs"),
-    not_here(
-        "S35",
-        "wall clock of one replica is stepped",
-        "libfaketime is not part of the tools of this command; wall clock steps are in crate gossip's tests",
-    ),
-    row("S36", "two builds side by side (--other-programs)", "full function, rolling restart", false),
-    not_here("S37", "upgrade, then downgrade", "tests/tests/cluster/mixed.rs"),
-    not_here("S38", "no descriptors, no memory", "tests/tests/limits.rs"),
-    row("S39", "CPU starvation: four busy processes per core", "no false death", false),
-    not_here("S40", "GitLab is down for 10 minutes", "tests/tests/gitlab.rs"),
-    not_here(
-        "S41",
-        "Redis is down, slow, flushed, failed over",
-        "crate redis-tracker's contract tests with a real Redis; tests/tests/cluster/shared.rs",
-    ),
-    not_here("S42", "an agent's token is revoked", "tests/tests/cluster/credentials.rs"),
-    not_here("S43", "secrets are rotated under load", "tests/tests/cluster/credentials.rs"),
-    not_here("S44", "poisoned gossip", "crate gossip's tests, fuzz targets"),
-    not_here("S45", "a rogue replica, a rogue agent", "tests/tests/cluster/mtls.rs"),
-    not_here("S46", "HTTP/2 abuse", "tests/tests/hostile"),
-    not_here("S47", "header smuggling, paths", "tests/tests/hostile, kube-request"),
-    row("S48", "soak: random faults for --minutes", "no slope above 1 % an hour", false),
-    row(
-        "S57",
-        "SIGKILL of the replica that clients watch and exec through",
-        "other requests succeed; bytes are equal",
-        false,
-    ),
-    row(
-        "S58",
-        "the replica that holds the agents drains under upgraded connections",
-        "exit within the grace, bytes are equal",
-        false,
-    ),
-    not_here("S59", "GitLab and issuers are away for callers", "tests/tests/oidc.rs, crate callers"),
-    not_here("S60", "a client that stops reading", "tests/tests/many_watches.rs"),
-];
-
-/// Returns the scenario with this id.
-pub(crate) fn find(id: &str) -> Result<&'static Scenario> {
-    match ALL.iter().find(|scenario| scenario.id.eq_ignore_ascii_case(id)) {
-        Some(scenario) => Ok(scenario),
-        None => bail!("there is no scenario {id}; --list shows all"),
-    }
+/// A drain with another grace for upgraded connections, in seconds.
+fn grace(seconds: u64) -> Drain {
+    Drain { grace: Duration::from_secs(seconds), ..Drain::default() }
 }
 
 /// Returns how a scenario is set up.
 pub(crate) fn setup(id: &str, quick: bool) -> Setup {
     let setup = Setup::default();
     match id {
+        "S02" => Setup { agents: 48, double: 24, connections: 1, ..setup },
         "S03" => Setup { connections: 1, only: Some(0), ..setup },
-        "S01" | "S02" | "S05" | "S57" => Setup { connections: 1, ..setup },
-        "S09" | "S58" | "S36" => Setup {
-            config: if quick { json!({}) } else { json!({ "drain": { "upgrade_grace": "10s" } }) },
+        "S01" | "S05" | "S57" => Setup { connections: 1, ..setup },
+        "S04" => Setup { connections: 1, only: Some(phases::OWNER), ..setup },
+        "S09" | "S58" | "S36" if !quick => Setup { drain: grace(10), ..setup },
+        "S09G" => Setup { drain: grace(600), ..setup },
+        "S18" => Setup { more_agents: 40, ..setup },
+        "S20" => Setup { replicas: 5, ..setup },
+        "S21b" => Setup { wanted: Wanted { wires: true, ..Wanted::default() }, ..setup },
+        "S23" => Setup { wanted: Wanted { dns: true, ..Wanted::default() }, ..setup },
+        "S24" => Setup { more_agents: 8, wanted: Wanted { wires: true, ..Wanted::default() }, ..setup },
+        "S26" | "S28" | "S45" => Setup { more_agents: 1, ..setup },
+        "S33" => Setup { connections: 1, only: Some(0), more_agents: 60, ..setup },
+        "S34" | "S41" => Setup { more_agents: 4, ..setup },
+        "S35" => Setup { clock: Some(clock::STEPPED), ..setup },
+        "S37" => Setup { one_build: true, drain: grace(if quick { 3 } else { 10 }), ..setup },
+        "S40" => Setup {
+            more_agents: 8,
+            config: json!({ "agent": {
+                "info_cache_ttl": if quick { "5s" } else { "60s" }, "info_cache_error_ttl": "1s",
+            } }),
+            wanted: Wanted { gitlab: true, ..Wanted::default() },
+            ..setup
+        },
+        "S41b" => Setup { wanted: Wanted { sentinels: true, ..Wanted::default() }, ..setup },
+        "S42" => Setup { more_agents: 5, ..setup },
+        "S43" => Setup { wanted: Wanted { secrets: true, ..Wanted::default() }, ..setup },
+        "S38" => Setup {
+            more_agents: 1,
+            audits: false,
+            audit_disk: Some(512),
+            config: json!({ "limits": { "waiters_per_agent": limits::WAITERS, "waiters": 4 * limits::WAITERS } }),
             ..setup
         },
         "S13" => Setup { replicas: 5, ..setup },
-        "S14" | "S15" | "S17" | "S30" | "S48" => Setup { replicas: 4, ..setup },
+        "S30" => Setup { replicas: 4, pinned: 12, ..setup },
+        "S48" if quick => Setup { replicas: 4, agents: 200, pinned: 100, ..setup },
+        "S48" => Setup { replicas: 4, agents: 2_000, pinned: 1_000, ..setup },
+        "S14" | "S15" | "S17" => Setup { replicas: 4, ..setup },
         "S16" => Setup { replicas: 4, started: 3, ..setup },
         "S25" => Setup { more_agents: 40, work: 0, ..setup },
         "S22" | "S27" => Setup { more_agents: 8, ..setup },
@@ -214,33 +87,62 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
 pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
     match id {
         "S01" => process::killed_idle(run).await,
-        "S02" => process::killed_under_load(run).await,
+        "S02" => kills::killed_under_load(run).await,
         "S03" => process::router_killed(run).await,
+        "S04" => phases::in_each_phase(run).await,
         "S05" => process::two_killed(run).await,
         "S06" => process::all_killed(run).await,
         "S07" => process::crash_loop(run).await,
         "S08" => process::paused(run).await,
-        "S09" | "S36" => process::rolling(run).await,
+        "S09" | "S36" => restarts::rolling(run).await,
+        "S09G" => restarts::default_grace(run).await,
         "S10" => network::pair(run).await,
         "S11" => network::isolated(run).await,
-        "S12" => network::deaf(run).await,
+        "S12" => {
+            network::deaf(run).await?;
+            packets::one_way(run).await
+        }
         "S13" => network::split(run).await,
         "S14" => network::flapping(run).await,
         "S15" => network::ring(run).await,
         "S16" => network::join(run).await,
         "S17" => network::bridge(run).await,
-        "S18" => network::lossy(run).await,
+        "S18" => packets::lossy(run).await,
         "S19" => network::without_udp(run).await,
+        "S20" => packets::fragments(run).await,
+        "S21" => packets::tcp(run).await,
+        "S21b" => wires::toxics(run).await,
         "S22" => network::half_open(run).await,
+        "S23" => outside::names(run).await,
+        "S24" => wires::balancers(run).await,
         "S25" => registry::waiters(run).await,
+        "S26" => limits::waiter_storm(run).await,
         "S27" => registry::churn(run).await,
+        "S28" => registry::moves(run).await,
         "S29" => process::one_by_one(run).await,
-        "S30" => process::elastic(run).await,
-        "S31" => process::storm(run).await,
-        "S39" => process::starved(run).await,
-        "S48" => process::soak(run).await,
+        "S30" => soak::elastic(run).await,
+        "S31" => soak::storm(run).await,
+        "S33" => packets::slow_peer(run).await,
+        "S34" => wires::narrow(run).await,
+        "S35" => clock::stepped(run).await,
+        "S37" => upgrade::and_back(run).await,
+        "S38" => limits::exhausted(run).await,
+        "S39" => {
+            process::starved(run).await?;
+            limits::throttled(run).await
+        }
+        "S40" => outside::identity(run).await,
+        "S41" => outside::redis(run).await,
+        "S41b" => outside::failover(run).await,
+        "S42" => outside::revoked(run).await,
+        "S43" => outside::rotated(run).await,
+        "S44" => packets::poisoned(run).await,
+        "S45" => strangers::without_secret(run).await,
+        "S46" => limits::abused(run).await,
+        "S48" => soak::soak(run).await,
         "S57" => process::edge_killed(run).await,
-        "S58" => process::owner_drains(run).await,
+        "S58" => restarts::owner_drains(run).await,
+        "S60" => limits::slow_readers(run).await,
         _ => bail!("{id} is in the table and has no steps"),
     }
 }
@@ -248,23 +150,4 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
 /// A shorter time in the quick set.
 pub(crate) fn time(run: &Run, quick: u64, full: u64) -> Duration {
     Duration::from_secs(if run.quick { quick } else { full })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_are_unique_and_in_order() {
-        assert!(ALL.windows(2).all(|pair| pair[0].id < pair[1].id));
-    }
-
-    #[test]
-    fn each_says_what_it_asserts_or_why_it_does_not_run() {
-        for scenario in ALL {
-            assert_eq!(scenario.elsewhere.is_some(), scenario.asserted.is_empty(), "{}", scenario.id);
-            assert!(!(scenario.quick && scenario.elsewhere.is_some()), "{}", scenario.id);
-        }
-        assert!(find("s02").is_ok() && find("S99").is_err());
-    }
 }

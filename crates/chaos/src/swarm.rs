@@ -4,7 +4,7 @@
 //! `--clusters` also have a Kubernetes API server of their own, which records too. A run is written when it
 //! ends, with the times of both ends; what is left at the end of the process is written then.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use agentk::{
     cluster::ClusterAccess,
@@ -17,19 +17,28 @@ use agentk::{
 };
 use anyhow::Result;
 use bytes::Bytes;
-use clap::Args;
 use history::Presence;
 use http::{HeaderMap, HeaderValue};
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use hyper::body::Frame;
 use process::lifecycle::Signals;
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::modshared::AgentMeta;
 use serde_json::json;
 use tempfile::TempDir;
-use tokio::{sync::watch, task::JoinSet, time::sleep};
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinSet,
+    time::sleep,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{clock, cluster_server, hash::Counted, recorder::Recorder};
+use crate::{
+    arguments::SwarmArgs,
+    clock, cluster_server,
+    hash::Counted,
+    recorder::{Recorder, Running},
+};
 
 /// How often it is looked whether an agent has its first tunnel: the error of the time that is recorded.
 const LOOK: Duration = Duration::from_millis(1);
@@ -37,35 +46,6 @@ const LOOK: Duration = Duration::from_millis(1);
 const FLUSH: Duration = Duration::from_millis(200);
 /// Open requests may end within this after the signal.
 const LEAVE: Duration = Duration::from_secs(5);
-
-/// Agents in one process, for a run of chaos
-#[derive(Args, Clone, Debug)]
-pub(crate) struct SwarmArgs {
-    /// Addresses of kas, as of `--kas-address` of agentk
-    #[arg(long)]
-    kas: String,
-    /// The first agent
-    #[arg(long)]
-    first: i64,
-    /// How many agents
-    #[arg(long)]
-    count: i64,
-    /// Agents below this id have a Kubernetes API server
-    #[arg(long, default_value_t = 0)]
-    clusters: i64,
-    /// Connections of each agent, to different replicas
-    #[arg(long, default_value_t = 2)]
-    connections: usize,
-    /// How long a request takes, in milliseconds
-    #[arg(long, default_value_t = 20)]
-    work: u64,
-    /// File with texts that must not reach an agent, one per line
-    #[arg(long)]
-    forbidden: Option<PathBuf>,
-    /// Where the history is written
-    #[arg(long)]
-    history: PathBuf,
-}
 
 /// Serves the methods of the benchmark's service, and records.
 #[derive(Debug)]
@@ -77,7 +57,7 @@ struct Recording {
 
 impl Module for Recording {
     fn services(&self) -> &'static [Service] {
-        &[Service { name: "kas.bench.v1.Bench", methods: &["Echo"] }]
+        &[Service { name: "kas.bench.v1.Bench", methods: &["Echo", "Stream"] }]
     }
 
     fn call(&self, request: http::Request<grpc::Body>) -> Answer {
@@ -86,6 +66,9 @@ impl Module for Recording {
         let id = id.and_then(|id| u64::from_str_radix(id.trim_start_matches('0'), 16).ok()).unwrap_or(0);
         let running = self.recorder.begin(id, self.agent);
         let (work, recorder) = (self.work, self.recorder.clone());
+        if request.uri().path().ends_with("/Stream") {
+            return Box::pin(std::future::ready(stream(request.into_body(), running, recorder)));
+        }
         let mut body = request.into_body();
         Box::pin(async move {
             // The whole of it: its record is written when this future ends or is dropped.
@@ -124,6 +107,49 @@ impl Module for Recording {
             response
         })
     }
+}
+
+/// Returns each piece of a request as it comes, and trailers after its end.
+fn stream(mut body: grpc::Body, running: Running, recorder: Recorder) -> http::Response<grpc::Body> {
+    let (frames, receiver) = mpsc::channel::<Frame<Bytes>>(1);
+    tokio::spawn(async move {
+        let mut running = running;
+        let (mut received, mut sent) = (Counted::default(), Counted::default());
+        let clean = loop {
+            tokio::select! {
+                frame = body.frame() => match frame {
+                    Some(Ok(frame)) => {
+                        let Ok(data) = frame.into_data() else { continue };
+                        recorder.search(&data);
+                        received.push(&data);
+                        let length = data.clone();
+                        if frames.send(Frame::data(data)).await.is_err() {
+                            break false;
+                        }
+                        sent.push(&length);
+                    }
+                    Some(Err(_)) => break false,
+                    None => break http_body::Body::is_end_stream(&body),
+                },
+                () = frames.closed() => break false,
+            }
+        };
+        running.run.received = Some(received.bytes(clean));
+        let mut ended = false;
+        if clean {
+            let mut trailers = HeaderMap::new();
+            grpc::Status::write_ok(&mut trailers);
+            ended = frames.send(Frame::trailers(trailers)).await.is_ok();
+        }
+        running.run.sent = Some(sent.bytes(ended));
+    });
+    let frames = futures_util::stream::unfold(receiver, |mut receiver| async move {
+        let frame = receiver.recv().await?;
+        Some((Ok::<_, std::convert::Infallible>(frame), receiver))
+    });
+    let mut response = http::Response::new(grpc::boxed(StreamBody::new(frames)));
+    response.headers_mut().insert(http::header::CONTENT_TYPE, grpc::CONTENT_TYPE);
+    response
 }
 
 /// Runs agents until a signal.

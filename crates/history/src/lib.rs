@@ -358,6 +358,9 @@ pub struct Life {
     /// When it ended; `None`: it lived when recording ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<Micros>,
+    /// Whether it was killed, so that it could not finish anything.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub killed: bool,
 }
 
 /// The state of the table of one replica.

@@ -210,7 +210,7 @@ impl Recorder {
 
     pub(crate) fn born(&self, replica: &str, epoch: u64) {
         let from = self.now();
-        let life = Life { replica: replica.to_owned(), epoch: Some(epoch), from, to: None };
+        let life = Life { replica: replica.to_owned(), epoch: Some(epoch), from, to: None, killed: false };
         self.edit(|history| history.lives.push(life));
     }
 

@@ -6,7 +6,7 @@
 
 use std::{
     collections::HashMap,
-    net::{Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -229,7 +229,15 @@ impl GitLab {
     /// # Errors
     /// When it cannot listen.
     pub async fn start() -> Result<Self> {
-        Self::start_as(None, None).await
+        Self::start_as(Ipv4Addr::LOCALHOST.into(), None, None).await
+    }
+
+    /// As [`start`](Self::start), at this address of the machine or of the test's network.
+    ///
+    /// # Errors
+    /// When it cannot listen.
+    pub async fn start_at(ip: IpAddr) -> Result<Self> {
+        Self::start_as(ip, None, None).await
     }
 
     /// Starts one that speaks https, with a certificate for `localhost` and [`NAME`] that its own CA signed.
@@ -249,13 +257,14 @@ impl GitLab {
         let config = rustls::ServerConfig::builder()
             .with_no_client_auth()
             .with_single_cert(vec![certificate.der().clone()], key)?;
-        Self::start_as(Some(TlsAcceptor::from(Arc::new(config))), Some(issuer.pem())).await
+        let tls = TlsAcceptor::from(Arc::new(config));
+        Self::start_as(Ipv4Addr::LOCALHOST.into(), Some(tls), Some(issuer.pem())).await
     }
 
-    async fn start_as(tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
+    async fn start_as(ip: IpAddr, tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
         // A port that no other process gets while this one is down.
         let [port] = ports::free()?;
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
+        let listener = TcpListener::bind((ip, port)).await?;
         let knowledge = Knowledge {
             release: Release::V14,
             agents: HashMap::new(),
@@ -312,7 +321,11 @@ impl GitLab {
     /// Returns its URL, for `gitlab.address`.
     pub fn url(&self) -> String {
         let scheme = if self.ca_file.is_some() { "https" } else { "http" };
-        format!("{scheme}://localhost:{}", self.address.port())
+        if self.address.ip().is_loopback() {
+            format!("{scheme}://localhost:{}", self.address.port())
+        } else {
+            format!("{scheme}://{}", self.address)
+        }
     }
 
     /// Returns the file with the certificate of its CA, if it speaks https.

@@ -163,6 +163,11 @@ impl Kas {
         Ok(())
     }
 
+    /// Runs another build from the next start on: see [`program_of_replica`].
+    pub fn set_build(&mut self, build: usize) {
+        self.replica = build;
+    }
+
     /// Replaces the identity file atomically.
     ///
     /// # Errors

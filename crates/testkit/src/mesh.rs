@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -73,6 +74,12 @@ pub struct Options {
     pub start: bool,
     /// Further addresses where replicas may be.
     pub seeds: Vec<SocketAddr>,
+    /// The folder in which each replica writes its audit log, `audit-<number>.jsonl`; `None`: there is none.
+    pub audits: Option<PathBuf>,
+    /// Additional environment variables of one replica.
+    pub env: BTreeMap<usize, Vec<(String, String)>>,
+    /// The build that all replicas run at first, by its number in `KAS_PROGRAMS`; `None`: they take turns.
+    pub build: Option<usize>,
 }
 
 impl Default for Options {
@@ -88,6 +95,9 @@ impl Default for Options {
             ipv6: false,
             start: true,
             seeds: Vec::new(),
+            audits: None,
+            env: BTreeMap::new(),
+            build: None,
         }
     }
 }
@@ -98,6 +108,8 @@ pub struct Mesh {
     replicas: Vec<Option<Kas>>,
     addresses: Vec<IpAddr>,
     options: Options,
+    /// Configuration of single replicas, over that of all.
+    own: BTreeMap<usize, Value>,
     api_secret: Vec<u8>,
     private_secret: Vec<u8>,
     dir: TempDir,
@@ -183,6 +195,7 @@ impl Mesh {
         let mut mesh = Self {
             replicas: (0..options.replicas).map(|_| None).collect(),
             addresses,
+            own: BTreeMap::new(),
             api_secret: rand::random::<[u8; 32]>().to_vec(),
             private_secret: rand::random::<[u8; 32]>().to_vec(),
             dir: TempDir::with_prefix("mesh-test-")?,
@@ -231,6 +244,11 @@ impl Mesh {
         merge(&mut self.options.config, config);
     }
 
+    /// Puts this into the configuration of one replica, when it is started for the first time.
+    pub fn add_config_of(&mut self, n: usize, config: Value) {
+        merge(self.own.entry(n).or_insert(json!({})), config);
+    }
+
     fn options_of(&self, n: usize) -> kas::Options {
         let seeds = (0..self.replicas.len()).map(|n| self.private(n)).chain(self.options.seeds.clone());
         let seeds: Vec<String> = seeds.map(|seed| seed.to_string()).collect();
@@ -247,14 +265,31 @@ impl Mesh {
             "discovery": discovery,
         });
         merge(&mut config, self.options.config.clone());
+        if let Some(own) = self.own.get(&n) {
+            merge(&mut config, own.clone());
+        }
+        // A test may have its own.
+        let unset = config["observability"]["audit"]["output"].is_null();
+        if let Some(folder) = self.options.audits.as_ref().filter(|_| unset) {
+            let output = folder.join(format!("audit-{n}.jsonl"));
+            merge(&mut config, json!({ "observability": { "audit": { "output": output } } }));
+        }
         kas::Options {
             agents: (1..=self.options.agents).map(AgentEntry::new).collect(),
             secrets: vec![self.api_secret.clone()],
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
-            replica: n,
-            ..kas::Options::default()
+            env: self.options.env.get(&n).cloned().unwrap_or_default(),
+            replica: self.options.build.unwrap_or(n),
         }
+    }
+
+    /// Lets a replica run another build from its next start on, by its number in `KAS_PROGRAMS`.
+    ///
+    /// # Panics
+    /// When it was never started.
+    pub fn set_build(&mut self, n: usize, build: usize) {
+        self.replicas[n].as_mut().expect("the replica was started").set_build(build);
     }
 
     /// Waits until a replica is ready.

@@ -21,6 +21,9 @@ use serde_json::Value;
 
 use crate::process::{Process, find};
 
+/// The address of the bridge, from which a test reaches every host.
+pub const OUTSIDE: &str = "10.77.0.254";
+
 /// Packets between two hosts, in one direction, that are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
@@ -41,6 +44,8 @@ pub enum Traffic {
     Udp,
     /// This share of gossip, in percent, by chance; TCP passes.
     UdpLoss(u8),
+    /// Gossip that IP has cut into fragments, or would: packets above 1,400 bytes; TCP passes.
+    UdpLarge,
     /// Table streams and requests; UDP passes.
     Tcp,
     /// Connections to the private API of the receiving host; responses to its own connections pass.
@@ -147,6 +152,13 @@ impl Network {
                 Traffic::UdpLoss(percent) => {
                     format!("ip protocol udp numgen random mod 100 < {percent} ")
                 }
+                Traffic::UdpLarge => {
+                    // All fragments but the first have an offset; the first has the bit of more to come.
+                    rules.push_str(&format!(
+                        "iifname \"v{from}\" oifname \"v{to}\" ip protocol udp ip frag-off & 0x3fff != 0 counter drop\n"
+                    ));
+                    "ip protocol udp ip length > 1400 ".to_owned()
+                }
                 Traffic::Tcp => "ip protocol tcp ".to_owned(),
                 Traffic::Dialled => "tcp dport 8155 ".to_owned(),
             };
@@ -154,6 +166,21 @@ impl Network {
         }
         rules.push_str("}\n}\n");
         run(Command::new("nft").args(["-f", "-"]), &rules)
+    }
+
+    /// Returns how many packets the present rules have dropped.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn dropped(&self) -> Result<u64> {
+        let mut command = Command::new("nft");
+        command.args(["-j", "list", "table", "bridge", "cuts"]);
+        let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+        ensure!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr));
+        let list: Value = serde_json::from_slice(&output.stdout).context("nft prints JSON")?;
+        let rules = list["nftables"].as_array().into_iter().flatten();
+        let expressions = rules.flat_map(|entry| entry["rule"]["expr"].as_array().into_iter().flatten());
+        Ok(expressions.filter_map(|expression| expression["counter"]["packets"].as_u64()).sum())
     }
 
     /// Disconnects or reconnects a host.

@@ -1,10 +1,11 @@
 //! A real Redis as a child process, and a proxy in front of it that can be slow or cut.
 //!
-//! It stores nothing on disk. [`Redis::stop`] and [`Redis::start`] simulate an outage on the same port;
-//! [`Wire`] is a proxy whose faults only affect its own clients.
+//! It stores nothing on disk, and listens on loopback or on a host of a
+//! [`Network`](crate::network::Network). [`Redis::stop`] and [`Redis::start`] simulate an outage on the same
+//! port; [`Wire`] is a proxy whose faults only affect its own clients.
 
 use std::{
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -48,7 +49,8 @@ pub async fn free_port() -> Result<u16> {
 pub struct Redis {
     folder: TempDir,
     server: PathBuf,
-    port: u16,
+    namespace: Option<PathBuf>,
+    address: SocketAddr,
     arguments: Vec<String>,
     process: Mutex<Option<Process>>,
 }
@@ -80,7 +82,8 @@ impl Redis {
             let redis = Self {
                 folder: TempDir::new()?,
                 server: server.to_owned(),
-                port: free_port().await?,
+                namespace: None,
+                address: (Ipv4Addr::LOCALHOST, free_port().await?).into(),
                 arguments: arguments.clone(),
                 process: Mutex::new(None),
             };
@@ -94,9 +97,26 @@ impl Redis {
         bail!("the attempts have an end")
     }
 
+    /// Starts one in this network namespace, which has the address to itself.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn run_on(namespace: &Path, address: SocketAddr, arguments: &[&str]) -> Result<Self> {
+        let redis = Self {
+            folder: TempDir::new()?,
+            server: program("redis-server")?,
+            namespace: Some(namespace.to_owned()),
+            address,
+            arguments: arguments.iter().map(|&argument| argument.to_owned()).collect(),
+            process: Mutex::new(None),
+        };
+        redis.start().await?;
+        Ok(redis)
+    }
+
     /// Returns where it listens, running or not.
     pub fn address(&self) -> SocketAddr {
-        SocketAddr::from(([127, 0, 0, 1], self.port))
+        self.address
     }
 
     /// Returns the path of its socket.
@@ -115,7 +135,7 @@ impl Redis {
     /// When it does not serve within [`SOON`].
     pub async fn start(&self) -> Result<()> {
         let mut process = self.process.lock().await;
-        let port = self.port.to_string();
+        let (ip, port) = (self.address.ip().to_string(), self.address.port().to_string());
         let folder = self.folder.path().to_str().context("a temporary folder has a name in UTF-8")?;
         let socket = self.socket();
         let socket = socket.to_str().context("a temporary folder has a name in UTF-8")?;
@@ -123,7 +143,10 @@ impl Redis {
             "--port",
             &port,
             "--bind",
-            "127.0.0.1",
+            &ip,
+            // Without a password, it would otherwise serve loopback only.
+            "--protected-mode",
+            "no",
             "--unixsocket",
             socket,
             "--save",
@@ -134,13 +157,15 @@ impl Redis {
             folder,
         ];
         arguments.extend(self.arguments.iter().map(String::as_str));
-        let started = Process::start("redis-server", &self.server, &arguments, &[]).await?;
+        let started =
+            Process::start_in(self.namespace.as_deref(), "redis-server", &self.server, &arguments, &[])
+                .await?;
         let until = Instant::now() + SOON;
         loop {
             // Any answer will do: it may want a password.
             if std::fs::exists(&*self.socket())?
-                && let Ok(answer) = self.ask_socket(b"PING\r\n").await
-                && (answer.starts_with(b"+PONG") || answer.starts_with(b"-NOAUTH"))
+                && let Ok(answer) = self.ask("PING").await
+                && (answer.starts_with("+PONG") || answer.starts_with("-NOAUTH"))
             {
                 break;
             }
@@ -156,13 +181,17 @@ impl Redis {
         Ok(())
     }
 
-    async fn ask_socket(&self, command: &[u8]) -> Result<Vec<u8>> {
+    /// Sends a command in one line through its socket, and returns the answer as it comes: its first 64 KiB.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn ask(&self, command: &str) -> Result<String> {
         let mut stream = tokio::net::UnixStream::connect(self.socket()).await?;
-        stream.write_all(command).await?;
-        let mut answer = vec![0; 64];
+        stream.write_all(format!("{command}\r\n").as_bytes()).await?;
+        let mut answer = vec![0; 64 * 1024];
         let read = timeout(SOON, stream.read(&mut answer)).await??;
         answer.truncate(read);
-        Ok(answer)
+        Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
     /// Kills it: its data is lost, and its port is closed.

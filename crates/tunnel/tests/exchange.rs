@@ -853,6 +853,31 @@ async fn a_handler_is_dropped_when_its_caller_leaves_also_before_its_first_byte(
     assert!(dropped.load(Ordering::SeqCst));
 }
 
+#[tokio::test]
+async fn a_request_whose_tunnel_is_lost_has_no_end_for_who_reads_it_later() {
+    let kept = Arc::<Mutex<Option<grpc::Body>>>::default();
+    let keep = Arc::clone(&kept);
+    // The answer goes on beside the request, and does not end.
+    let serve: Serve = Box::new(move |request| {
+        *keep.lock().unwrap() = Some(request.into_body());
+        let endless = futures_util::stream::pending::<Result<Frame<Bytes>, BoxError>>();
+        Box::pin(std::future::ready(http::Response::new(grpc::boxed(http_body_util::StreamBody::new(
+            endless,
+        )))))
+    });
+    let linked = linked(true, serve).await;
+    let caller = Pipe::default();
+    caller.write(message(b"the first of several"));
+    let exchange = linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
+    told(&linked, Progress::Busy).await;
+    drop(exchange);
+    told(&linked, Progress::Ended).await;
+    let body = kept.lock().unwrap().take().expect("the handler was called");
+    assert!(!body.is_end_stream());
+    let read = body.collect().await;
+    assert!(read.is_err(), "a part of the request was taken for all of it");
+}
+
 /// Two replicas: the one that the caller asked, and the one that holds the tunnel, with the stream between
 /// them played by two pipes.
 struct Hop {

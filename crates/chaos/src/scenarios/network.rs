@@ -110,18 +110,12 @@ pub(super) async fn join(run: &mut Run) -> Result<()> {
     run.heals(&T_HEAL).await
 }
 
-fn everywhere(replicas: usize, what: Traffic) -> Vec<Cut> {
+pub(super) fn everywhere(replicas: usize, what: Traffic) -> Vec<Cut> {
     let all: Vec<usize> = (0..replicas).collect();
     let mut cuts = between(&all, &all, what);
     cuts.sort_by_key(|cut| (cut.from, cut.to));
     cuts.dedup();
     cuts
-}
-
-pub(super) async fn lossy(run: &mut Run) -> Result<()> {
-    let cuts = everywhere(run.setup.replicas, Traffic::UdpLoss(30));
-    let lasting = time(run, 15, 120);
-    cut(run, "30 % of UDP packets are lost", &cuts, true, lasting).await
 }
 
 pub(super) async fn without_udp(run: &mut Run) -> Result<()> {

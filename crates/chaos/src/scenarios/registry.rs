@@ -1,16 +1,23 @@
 //! Requests that wait, and agents that come and go.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use anyhow::{Result, ensure};
 use history::{Kind, Outcome};
+use rand::RngExt as _;
+use testkit::{caller::Caller, kas::within, raw_agent};
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep},
 };
 
 use super::{process::RATE, time};
-use crate::{measure::TWICE, run::Run};
+use crate::{
+    clock::{self, millis},
+    measure::{T_HEAL, T_PROP, TWICE},
+    observer::look,
+    run::Run,
+};
 
 /// The first of the agents that are absent at first, in a scenario with waiters.
 pub(crate) fn first_absent(run: &Run) -> i64 {
@@ -62,4 +69,49 @@ pub(super) async fn churn(run: &mut Run) -> Result<()> {
     }
     run.notes.push(format!("{count} agents connected and left {rounds} times."));
     Ok(())
+}
+
+/// How often an agent moves within a round, and how many rounds there are.
+const MOVES: usize = 4;
+const ROUNDS: usize = 40;
+
+pub(super) async fn moves(run: &mut Run) -> Result<()> {
+    run.load(RATE / 4, 0, 0);
+    let agent = first_absent(run);
+    let mut askers = Vec::new();
+    for n in 0..run.setup.replicas {
+        askers.push((run.name(n), Caller::connect(run.mesh.api(n), Some(run.client.token())).await?));
+    }
+    let mut at = 0;
+    for _ in 0..if run.quick { ROUNDS / 4 } else { ROUNDS } {
+        let mut there = run.mesh.agent(at, agent, raw_agent::Kind::Ours, 2).await?;
+        for _ in 0..MOVES {
+            let next = (at + run.rng.random_range(1..run.setup.replicas)) % run.setup.replicas;
+            // Sometimes it is on both for a moment, sometimes on none.
+            if run.rng.random_bool(0.5) {
+                there.cut();
+                there = run.mesh.agent(next, agent, raw_agent::Kind::Ours, 2).await?;
+            } else {
+                let new = run.mesh.agent(next, agent, raw_agent::Kind::Ours, 2).await?;
+                std::mem::replace(&mut there, new).cut();
+            }
+            at = next;
+        }
+        let since = clock::now();
+        let only = BTreeSet::from([run.name(at)]);
+        for (name, asker) in &askers {
+            let what = format!("{name} sees the agent on {only:?} only");
+            let seen = within(Duration::from_secs(10), &what, async || {
+                let asked = clock::now();
+                let (_, seen) = look(asker, &[agent]).await?;
+                let holders = &seen.agents[&agent];
+                Ok(if *holders == only { Ok(asked) } else { Err(holders.clone()) })
+            })
+            .await?;
+            run.measure(&T_PROP, [millis(seen.saturating_sub(since))]);
+        }
+        there.cut();
+    }
+    run.notes.push(format!("The agent moved {MOVES} times in each round."));
+    run.heals(&T_HEAL).await
 }

@@ -59,9 +59,9 @@ fn by_request(audits: &[Audit]) -> BTreeMap<u64, Vec<&Audit>> {
     map
 }
 
-/// When a process of a replica ended.
+/// When a process of a replica was killed. One that ended in order has written everything.
 fn killed_while(history: &History) -> Vec<Micros> {
-    history.lives.iter().filter_map(|life| life.to).collect()
+    history.lives.iter().filter(|life| life.killed).filter_map(|life| life.to).collect()
 }
 
 fn place(run: &Run) -> String {

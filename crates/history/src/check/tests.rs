@@ -49,7 +49,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
 }
 
 fn life(replica: &str, epoch: u64, from: Micros, to: Option<Micros>) -> Life {
-    Life { replica: replica.to_owned(), epoch: Some(epoch), from, to }
+    Life { replica: replica.to_owned(), epoch: Some(epoch), from, to, killed: true }
 }
 
 fn presence(agent: i64, replica: &str, from: Micros, to: Option<Micros>) -> Presence {
@@ -407,6 +407,13 @@ fn i12_start_and_end_are_recorded_once() {
     // A killed process cannot write the end.
     history.lives = vec![life("a", 1, 0, Some(12 * S))];
     holds(&history, Invariant::I12);
+    // One that ends in order has written all.
+    history.lives[0].killed = false;
+    breaks(
+        &history,
+        Invariant::I12,
+        "request 8123 for agent 17 has 1 records of its start and 0 of its end on a",
+    );
     history.lives.clear();
     history.audits[0].request = 1;
     breaks(&history, Invariant::I12, "request 8123 for agent 17 ran at 11.000 s and is in no audit log");

@@ -1,0 +1,364 @@
+//! The page that shows all results.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use history::Invariant;
+
+use super::{
+    number,
+    result::{FAILS, Quantity, RunResult},
+    short,
+};
+use crate::table::{ALL, Scenario};
+
+const HEAD: &str = "\
+# Chaos
+
+Real replicas of kas in network namespaces, agents with the library of agentk, clients, and faults. After each
+scenario one checker reads what clients, agents and replicas recorded. `cargo xtask chaos --write-docs` writes
+this page from the results of all runs that are kept; do not edit it. A row that fails stays here as failing.
+
+A client knows all replicas. It sends a request once more, to another replica, if the connection was refused, the
+stream was refused, or kas says that the request was not started. Everything else that fails is *unknown*: the
+checker proves from the records of the agents that none of it ran twice. *With idempotent retry* counts what the
+client gets that repeats those, too.
+
+*Target* is what the project wants to publish, and *gate* is what fails a run on two shared cores. Times that are
+taken from views of replicas include the time until the next look: up to 50 ms for lists of replicas, and up to
+the period that a row names for agents.
+
+`cargo xtask chaos --scenario S02 --seed N` repeats a run: the choices of the nemesis are the same, not the
+scheduling of processes.
+";
+
+/// Runs of one scenario in one form, of the commit that ran last, and those of earlier commits.
+struct Row<'a> {
+    present: Vec<&'a RunResult>,
+    earlier: Vec<&'a RunResult>,
+}
+
+impl Row<'_> {
+    fn last(&self) -> Option<&RunResult> {
+        self.present.last().copied()
+    }
+
+    fn failed(&self) -> usize {
+        self.present.iter().filter(|result| !result.passes()).count()
+    }
+
+    /// All values of each quantity.
+    fn quantities(&self) -> Vec<Quantity> {
+        let mut all: Vec<Quantity> = Vec::new();
+        for quantity in self.present.iter().flat_map(|result| &result.measured) {
+            add(&mut all, quantity);
+        }
+        all
+    }
+}
+
+fn add(all: &mut Vec<Quantity>, quantity: &Quantity) {
+    match all.iter_mut().find(|other| other.name == quantity.name) {
+        Some(other) => other.values.extend(&quantity.values),
+        None => all.push(quantity.clone()),
+    }
+}
+
+/// Sorts results by form. Runs of the commit that ran last in a form are put together.
+fn rows<'a>(id: &str, results: &'a [RunResult]) -> BTreeMap<&'a str, Row<'a>> {
+    let mut rows: BTreeMap<&str, Row<'_>> = BTreeMap::new();
+    for result in results.iter().filter(|result| result.id == id) {
+        let row = rows
+            .entry(result.form.as_str())
+            .or_insert_with(|| Row { present: Vec::new(), earlier: Vec::new() });
+        if row.last().is_some_and(|last| last.commit != result.commit) {
+            row.earlier.append(&mut row.present);
+        }
+        row.present.push(result);
+    }
+    rows
+}
+
+/// Returns the page, and the pictures that it shows: the file of each result, and the name of its picture.
+pub(super) fn page(results: &[RunResult]) -> (String, Vec<(String, String)>) {
+    let mut out = String::from(HEAD);
+    let mut shown = Vec::new();
+    let all: Vec<_> = ALL.iter().map(|scenario| (scenario, rows(scenario.id, results))).collect();
+    // Writing to a string does not fail.
+    let _ = writeln!(out, "\n## Scenarios\n\n| | fault | asserted | result |\n| --- | --- | --- | --- |");
+    for (scenario, rows) in &all {
+        let Scenario { id, what, asserted, .. } = scenario;
+        let _ = writeln!(out, "| {id} | {what} | {asserted} | {} |", verdict(scenario, rows));
+    }
+    targets(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
+    invariants(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
+    for (scenario, rows) in &all {
+        if !rows.is_empty() {
+            section(&mut out, scenario, rows, &mut shown);
+        }
+    }
+    (out, shown)
+}
+
+fn verdict(scenario: &Scenario, rows: &BTreeMap<&str, Row<'_>>) -> String {
+    let link = scenario.id.to_lowercase();
+    let words = rows.iter().map(|(form, row)| match (row.failed(), row.present.len()) {
+        (0, 1) => format!("[passes](#{link}) ({form})"),
+        (0, runs) => format!("[passes](#{link}) ({form}, {runs} runs)"),
+        (failed, runs) => format!("[**FAILS**](#{link}) ({form}, {failed} of {runs})"),
+    });
+    let words: Vec<String> = words.collect();
+    match (words.is_empty(), scenario.elsewhere) {
+        (false, _) => words.join("; "),
+        (true, Some(why)) => format!("does not run here: {why}"),
+        (true, None) => "was not run".to_owned(),
+    }
+}
+
+/// One table of all quantities, whatever scenario measured them.
+fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
+    let mut all: Vec<(Quantity, Vec<&str>)> = Vec::new();
+    for row in rows {
+        // A build or a machine that is not held to them says nothing about them.
+        let Some(id) = row.last().filter(|last| !last.no_gates).map(|result| result.id.as_str()) else {
+            continue;
+        };
+        for quantity in row.quantities() {
+            match all.iter_mut().find(|(other, _)| other.name == quantity.name) {
+                Some((other, ids)) => {
+                    other.values.extend(&quantity.values);
+                    if !ids.contains(&id) {
+                        ids.push(id);
+                    }
+                }
+                None => all.push((quantity, vec![id])),
+            }
+        }
+    }
+    all.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
+    let _ = writeln!(
+        out,
+        "\n## Targets\n\nAll values of all scenarios, each of the commit that ran last.\n\n\
+         | | scenarios | N | p50 | p99 or worst | max | target | gate | | others publish | what is measured |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    );
+    for (quantity, ids) in &all {
+        let Quantity { reference, how, .. } = quantity;
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {reference} | {how} |",
+            quantity.name,
+            ids.join(", "),
+            numbers(quantity, false)
+        );
+    }
+}
+
+/// N, percentiles, target, gate and verdict, as cells of a table.
+fn numbers(quantity: &Quantity, no_gates: bool) -> String {
+    let Quantity { unit, target, gate, values, .. } = quantity;
+    let [p50, p99, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
+    let verdict = match quantity.verdict() {
+        FAILS if !quantity.is_gated(no_gates) => "over the gate",
+        verdict => verdict,
+    };
+    let (target, gate) = (short(*target), short(*gate));
+    format!("{} | {p50} | {p99} | {worst} {unit} | {target} | {gate} | {verdict}", values.len())
+}
+
+fn invariants<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
+    let mut sums: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for (invariant, checks) in rows.flat_map(|row| &row.present).flat_map(|result| result.invariants.iter()) {
+        let sum = sums.entry(invariant.as_str()).or_default();
+        *sum = (sum.0 + checks.checked, sum.1 + checks.broken);
+    }
+    let _ = writeln!(out, "\n## Invariants\n\n| | holds | checked | broken |\n| --- | --- | --- | --- |");
+    for invariant in Invariant::ALL {
+        let (checked, broken) = sums.get(&*invariant.to_string()).copied().unwrap_or_default();
+        let broken = if broken > 0 { format!("**{broken}**") } else { "0".to_owned() };
+        let _ = writeln!(out, "| {invariant} | {} | {checked} | {broken} |", invariant.claim());
+    }
+}
+
+fn section(
+    out: &mut String,
+    scenario: &Scenario,
+    rows: &BTreeMap<&str, Row<'_>>,
+    shown: &mut Vec<(String, String)>,
+) {
+    let id = scenario.id;
+    let _ = writeln!(out, "\n## {id}\n\n{}. Asserted: {}.", scenario.what, scenario.asserted);
+    runs(out, rows);
+    for (form, row) in rows {
+        let Some(last) = row.last() else { continue };
+        // One that failed shows more.
+        let pictured = row.present.iter().rfind(|result| !result.passes()).copied().unwrap_or(last);
+        let name = format!("{id}-{}.svg", form.replace(|c: char| !c.is_ascii_alphanumeric(), "-"));
+        let _ = writeln!(
+            out,
+            "\n![{id}, {form}, seed {}](images/chaos/{name})\n\n{} {}",
+            pictured.seed,
+            totals(pictured),
+            struck(pictured)
+        );
+        shown.push((pictured.file(), name));
+        let quantities = row.quantities();
+        if !quantities.is_empty() {
+            let _ = writeln!(
+                out,
+                "\n| {form} | N | p50 | p99 or worst | max | target | gate | |\n\
+                 | --- | --- | --- | --- | --- | --- | --- | --- |"
+            );
+            for quantity in &quantities {
+                let _ = writeln!(out, "| {} | {} |", quantity.name, numbers(quantity, last.no_gates));
+            }
+        }
+        let seen: Vec<String> = last
+            .invariants
+            .iter()
+            .filter(|(_, checks)| checks.checked > 0)
+            .map(|(invariant, checks)| format!("{invariant} {}", checks.words))
+            .collect();
+        let unseen: Vec<&str> = last
+            .invariants
+            .iter()
+            .filter(|(_, checks)| checks.checked == 0)
+            .map(|(invariant, _)| invariant.as_str())
+            .collect();
+        let _ = write!(out, "\nInvariants, seed {}: {}.", last.seed, seen.join("; "));
+        if unseen.is_empty() {
+            let _ = writeln!(out);
+        } else {
+            let _ = writeln!(out, " Without observation: {}.", unseen.join(", "));
+        }
+        for slope in &last.slopes {
+            let _ = writeln!(out, "\n{slope}.");
+        }
+        for note in &last.notes {
+            let _ = writeln!(out, "\n{note}");
+        }
+        for result in &row.present {
+            for failure in &result.failures {
+                let _ = writeln!(out, "\n**Fails**, seed {}: {failure}", result.seed);
+            }
+        }
+    }
+}
+
+/// A table of the runs, older commits among them.
+fn runs(out: &mut String, rows: &BTreeMap<&str, Row<'_>>) {
+    let _ = writeln!(
+        out,
+        "\n| run | form | seed | commit | s | requests | tried elsewhere | unknown | not started | other | |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    );
+    for result in rows.values().flat_map(|row| row.earlier.iter().chain(&row.present)) {
+        let RunResult { started, form, seed, commit, seconds, totals, .. } = result;
+        let verdict = if result.passes() { "passes" } else { "**FAILS**" };
+        let _ = writeln!(
+            out,
+            "| {} | {form} | {seed} | {commit} | {seconds} | {} | {} | {} | {} | {} | {verdict} |",
+            date(*started),
+            totals.requests,
+            totals.retried,
+            totals.unknown,
+            totals.not_started,
+            totals.other
+        );
+    }
+}
+
+/// What became of the requests, in words.
+pub(super) fn totals(result: &RunResult) -> String {
+    let totals = &result.totals;
+    format!(
+        "{} requests: {} with a response, {} tried once more elsewhere, {} unknown (of which agents ran {}, none \
+         twice unless I1 says so), {} not started, {} other failures; with idempotent retry {} have a response. \
+         Agents recorded {} runs.",
+        totals.requests,
+        totals.ok,
+        totals.retried,
+        totals.unknown,
+        totals.unknown_ran,
+        totals.not_started,
+        totals.other,
+        totals.ok_idempotent,
+        result.runs
+    )
+}
+
+/// What the nemesis did, in words.
+fn struck(result: &RunResult) -> String {
+    let kinds: Vec<String> = result.faults.iter().map(|(kind, count)| format!("{kind} ({count})")).collect();
+    if kinds.is_empty() { String::new() } else { format!("Faults: {}.", kinds.join(", ")) }
+}
+
+/// The day of a moment in seconds since 1970, in UTC.
+fn date(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds).unwrap_or(0);
+    let text = prost_types::Timestamp { seconds, nanos: 0 }.to_string();
+    text.split('T').next().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measure::Better;
+
+    fn result(id: &str, form: &str, commit: &str, failures: &[&str]) -> RunResult {
+        RunResult {
+            id: id.to_owned(),
+            form: form.to_owned(),
+            commit: commit.to_owned(),
+            failures: failures.iter().map(|&failure| failure.to_owned()).collect(),
+            ..RunResult::default()
+        }
+    }
+
+    #[test]
+    fn a_failing_row_stays_as_failing_although_a_later_run_passes() {
+        let results = [
+            result("S02", "quick", "a", &["T_kill is 600, the gate is 500"]),
+            result("S02", "quick", "a", &[]),
+        ];
+        let (text, _) = page(&results);
+        assert!(text.contains("[**FAILS**](#s02) (quick, 1 of 2)"), "{text}");
+        assert!(text.contains("**Fails**, seed 0: T_kill is 600"), "{text}");
+        assert!(text.contains("| S01 |") && text.contains("was not run"), "{text}");
+        assert!(text.contains("does not run here: "), "{text}");
+    }
+
+    #[test]
+    fn forms_and_commits_are_kept_apart() {
+        let quantity = |value| Quantity {
+            name: "T_kill".to_owned(),
+            unit: "ms".to_owned(),
+            better: Better::Smaller,
+            target: 100.0,
+            gate: 500.0,
+            reference: "kas 5 min".to_owned(),
+            how: String::new(),
+            values: vec![value],
+        };
+        let measured = |form: &str, commit: &str, value| RunResult {
+            measured: vec![quantity(value)],
+            ..result("S02", form, commit, &[])
+        };
+        let results = [
+            measured("quick", "a", 900.0),
+            measured("quick", "b", 50.0),
+            measured("quick", "b", 70.0),
+            measured("full", "a", 300.0),
+        ];
+        let (text, shown) = page(&results);
+        assert!(text.contains("| T_kill | 2 | 50 | 70 | 70 ms | 100 | 500 | target |"), "{text}");
+        assert!(text.contains("| T_kill | 1 | 300 | 300 | 300 ms | 100 | 500 | gate |"), "{text}");
+        assert!(text.contains("| T_kill | S02 | 3 | 70 | 300 |"), "{text}");
+        assert!(!text.contains("900"), "an earlier commit is in the list of runs only: {text}");
+        assert_eq!(shown.len(), 2);
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!([0, 1_709_164_800, 1_735_689_599].map(date), ["1970-01-01", "2024-02-29", "2024-12-31"]);
+    }
+}

@@ -1,0 +1,201 @@
+//! The end of a run: what is true then, and what everybody has recorded.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use history::{History, Metric, Presence, Truth, Version, View};
+use testkit::caller::Caller;
+use tokio::time::{sleep, timeout};
+
+use super::{LONG, Run, Swarm};
+use crate::{
+    auditing::{self, Audited},
+    clock,
+    measure::Measured,
+    observer::look,
+    outsiders,
+    recorder::NAMES,
+    sizes::metrics,
+    slope::Slope,
+};
+
+/// What a run leaves.
+pub(crate) struct Finished {
+    pub(crate) history: History,
+    pub(crate) measured: Vec<Measured>,
+    pub(crate) slopes: Vec<Slope>,
+    pub(crate) notes: Vec<String>,
+    pub(crate) took: Duration,
+}
+
+/// What is recorded at the end of an agent's process.
+pub(super) struct Recorded {
+    history: History,
+    /// The numbers of requests by the names that kas gave them.
+    names: HashMap<String, u64>,
+}
+
+impl Run {
+    /// Ends the run: a guest loses access, the load stops, all views and metrics are compared with the truth,
+    /// the swarms end, and what their agents and the replicas recorded is read. Returns the whole history.
+    pub(crate) async fn finish(mut self) -> Result<Finished> {
+        self.mesh.network().cut(&[])?;
+        if !self.loads.is_empty() {
+            self.guest_leaves().await?;
+        }
+        self.unload().await;
+        let settled = self.settled(LONG).await;
+        if let Err(error) = &settled {
+            self.notes.push(format!("The views did not become equal: {error:#}"));
+        }
+        // What ends with the last requests, such as tunnels that were lent.
+        sleep(Duration::from_millis(1500)).await;
+        self.observer.stop().await;
+        self.compare().await?;
+        let mut recorded = Vec::new();
+        for swarm in self.swarms.iter_mut().filter_map(Option::take) {
+            recorded.push(ended(swarm).await?);
+        }
+        let mut history = std::mem::take(&mut *self.history.lock());
+        let mut names = std::mem::take(&mut self.names);
+        for recorded in recorded {
+            add(&mut history, &mut names, recorded);
+        }
+        ensure!(!history.views.is_empty(), "no replica answered");
+        if self.setup.audits {
+            self.audited(&names, &mut history)?;
+        }
+        history.header.end = clock::now();
+        // Each swarm ended in order, or the run has failed above.
+        history.header.runs_complete = true;
+        let took = self.begun.elapsed();
+        Ok(Finished { history, measured: self.measured, slopes: self.slopes, notes: self.notes, took })
+    }
+
+    /// A guest watches, and loses access: the watch must end.
+    async fn guest_leaves(&mut self) -> Result<()> {
+        if self.setup.clusters == 0 {
+            return Ok(());
+        }
+        let users = self.folder.path().join(outsiders::USERS);
+        let id = self.ids.next();
+        let running = self.mesh.running();
+        let replica = running.first().copied().context("a replica runs")?;
+        let watched = outsiders::guest(&self.guest, id, replica, &users).await?;
+        match watched {
+            Some(watched) => self.history.lock().requests.push(watched),
+            None => self.notes.push("The guest had no watch, so that nothing could end it.".to_owned()),
+        }
+        Ok(())
+    }
+
+    /// Asks every replica for every agent and for its metrics, and records what is true beside it.
+    async fn compare(&mut self) -> Result<()> {
+        let all: Vec<i64> = (1..=self.setup.agents + self.setup.more_agents).collect();
+        let running = self.mesh.running();
+        let mut truth = Truth::default();
+        let mut holders: BTreeMap<i64, BTreeSet<String>> =
+            all.iter().map(|agent| (*agent, BTreeSet::new())).collect();
+        let mut held = BTreeMap::new();
+        let begun = clock::now();
+        for n in &running {
+            let name = self.name(*n);
+            let at = clock::now();
+            let asked = async {
+                let caller = Caller::connect(self.mesh.api(*n), Some(self.client.token())).await?;
+                look(&caller, &all).await
+            };
+            let (process, seen) = timeout(3 * LONG, asked).await.context("a replica did not answer")??;
+            truth.live.insert(name.clone());
+            held.insert(*n, seen.own.len());
+            for agent in &seen.own {
+                holders.entry(*agent).or_default().insert(name.clone());
+                // Of the others, the observer has told where they are.
+                if !self.watched.contains(agent) {
+                    self.history.lock().presences.push(Presence {
+                        agent: *agent,
+                        replica: name.clone(),
+                        connection: None,
+                        from: begun,
+                        to: None,
+                        invalid_since: None,
+                    });
+                }
+            }
+            let live = seen.live.iter().map(|name| (name.clone(), Version { epoch: None, version: None }));
+            self.history.lock().views.push(View {
+                observer: name,
+                process,
+                at,
+                until: at,
+                live: live.collect(),
+                agents: Some(seen.agents),
+                connections: None,
+            });
+        }
+        truth.agents = Some(holders);
+        truth.at = clock::now();
+        for n in &running {
+            let said = metrics(self.mesh.observability(*n)).await?;
+            #[expect(clippy::cast_precision_loss, reason = "a few replicas and thousands of agents")]
+            let true_ones = [
+                ("kas_replicas_live", running.len() as f64),
+                ("kas_table_agents", held[n] as f64),
+                ("kas_requests_waiting", 0.0),
+                ("kas_requests_long", 0.0),
+                ("kas_replicas_unsynced", 0.0),
+            ];
+            for (name, truth) in true_ones {
+                let value = *said.get(name).with_context(|| format!("kas tells {name}"))?;
+                let (replica, name) = (self.name(*n), name.to_owned());
+                self.history.lock().metrics.push(Metric { at: clock::now(), replica, name, value, truth });
+            }
+        }
+        self.history.lock().truths.push(truth);
+        Ok(())
+    }
+
+    /// Reads the audit logs of all replicas. What ended has been written: the swarms have ended since.
+    fn audited(&self, names: &HashMap<String, u64>, history: &mut History) -> Result<()> {
+        let mut audited = Audited::default();
+        for n in 0..self.setup.replicas {
+            let path = auditing::file(self.folder.path(), n);
+            // One that was never started has none.
+            if path.exists() {
+                let name = self.name(n);
+                let killed = history.lives.iter().filter(|life| life.replica == name && life.killed).count();
+                auditing::read(&path, names, killed, &mut audited)?;
+            }
+        }
+        // Many agents are looked at so seldom that a tunnel may come and go in between.
+        let all = self.watched.len() >= usize::try_from(self.setup.agents).unwrap_or(usize::MAX);
+        let watched = if all { self.watched.iter().copied().collect() } else { BTreeSet::new() };
+        audited.add_to(history, &watched);
+        Ok(())
+    }
+}
+
+/// Ends a swarm and returns what its agents recorded.
+pub(super) async fn ended(swarm: Swarm) -> Result<Recorded> {
+    swarm.process.terminate();
+    let status = swarm.process.exited(LONG).await?;
+    ensure!(status.success(), "a swarm failed, so that its records are incomplete: {status}");
+    let file = std::fs::File::open(&swarm.history)?;
+    let history = history::read(std::io::BufReader::new(file)).context("what a swarm recorded")?;
+    let mut names = HashMap::new();
+    for line in std::fs::read_to_string(swarm.history.with_extension(NAMES))?.lines() {
+        let (name, number) = line.split_once(' ').context("a name and a number")?;
+        names.insert(name.to_owned(), number.parse()?);
+    }
+    Ok(Recorded { history, names })
+}
+
+pub(super) fn add(history: &mut History, names: &mut HashMap<String, u64>, more: Recorded) {
+    history.runs.extend(more.history.runs);
+    history.presences.extend(more.history.presences);
+    history.searches.extend(more.history.searches);
+    names.extend(more.names);
+}
