@@ -61,15 +61,6 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     status(Command::new(&program).args(&args.arguments), &program)
 }
 
-/// Runs the quick set with the programs of the dev profile, as a check: the tests have built them. They are
-/// not optimized, so that no time fails it. Returns the exit code of `chaos`.
-pub(crate) fn quick() -> Result<Option<i32>> {
-    let chaos = workspace::target()?.join("debug/chaos");
-    let mut command = Command::new(&chaos);
-    command.args(["--quick", "--no-gates"]);
-    Ok(command.status().with_context(|| format!("cannot run {}", chaos.display()))?.code())
-}
-
 fn status(command: &mut Command, program: &Path) -> Result<ExitCode> {
     let status = command.status().with_context(|| format!("cannot run {}", program.display()))?;
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))

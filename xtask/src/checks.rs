@@ -19,7 +19,7 @@ use devkit::{
 };
 
 use crate::{
-    chaos, fuzz, layers, museum, sim,
+    fuzz, layers, museum, sim,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
@@ -142,7 +142,6 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         let are_built = tests.is_some();
         summary.check("flaws", || flaws(are_built));
         summary.check("informers", || informers(are_built));
-        summary.check("chaos", || chaos_quick(are_built));
         summary.check("sim", || simulate(are_built));
         summary.check("fuzz", fuzz);
     }
@@ -263,18 +262,6 @@ fn informers(are_tests_built: bool) -> Result<Verdict> {
     }
     let test = ["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"];
     cargo_check(&test)
-}
-
-/// Runs the quick set of `cargo xtask chaos`: less than four minutes.
-fn chaos_quick(are_built: bool) -> Result<Verdict> {
-    if !are_built {
-        return Ok(Verdict::skipped("the tests build the programs"));
-    }
-    Ok(match chaos::quick()? {
-        Some(0) => Verdict::Ok,
-        Some(code) if code == i32::from(suite::SKIPPED) => Verdict::skipped("see what it says above"),
-        _ => Verdict::Failed,
-    })
 }
 
 /// Simulates at least 50 seeds, and as many as 90 s allow.

@@ -16,3 +16,4 @@ pub mod pushes;
 pub mod registrar;
 pub mod replicas;
 pub mod sync;
+mod timestamp;

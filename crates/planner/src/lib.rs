@@ -10,6 +10,7 @@
 //! replica is elected. Two that plan at once for a moment are told apart by the fence in the inventory.
 
 pub mod applier;
+mod asked;
 mod context;
 mod diff;
 mod events;

@@ -22,8 +22,8 @@ use tokio::{
 
 use crate::{
     applier::{AgentkVersion, Applier, Judge, Verdict},
+    asked::{Asked, Permit},
     context::{Clusters, Context, Timing},
-    diff::Asked,
     home::Homes,
     manifests::Loader,
     metrics::PlannerMetrics,
@@ -495,7 +495,7 @@ impl Planners {
     }
 
     /// Admits a diff for an agent.
-    pub(crate) fn admit(&self, agent: AgentId) -> Result<crate::diff::Permit, ControlError> {
+    pub(crate) fn admit(&self, agent: AgentId) -> Result<Permit, ControlError> {
         let mut plans = self.plans();
         let plan = plans.get_mut(&agent).ok_or(ControlError::NotHome)?;
         plan.asked.admit(Instant::now()).map_err(ControlError::Busy)

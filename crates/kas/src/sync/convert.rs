@@ -9,7 +9,7 @@ use proto::kas::api::v1::{
 };
 use tokio::time::Instant;
 
-use crate::listener::api::timestamp;
+use crate::timestamp::timestamp;
 
 fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)

@@ -17,7 +17,6 @@ use http::HeaderValue;
 use ids::{AgentId, ConnectionId};
 use process::lifecycle::Phase;
 use prost::Message as _;
-use prost_types::Timestamp;
 use proto::{
     gitlab::agent::{
         agent_tracker::rpc::{
@@ -52,6 +51,7 @@ use crate::{
     pushes::Pushes,
     registrar,
     sync::{MAX_QUESTION, SyncService},
+    timestamp::timestamp,
 };
 use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
@@ -158,13 +158,6 @@ fn positive(id: i64, field: &str) -> Result<i64, tonic::Status> {
 
 fn agent_id(id: i64, field: &str) -> Result<AgentId, tonic::Status> {
     AgentId::new(id).map_err(|error| invalid(format!("{field}: {error}, got {id}")))
-}
-
-pub(crate) fn timestamp(since_epoch: Duration) -> Timestamp {
-    Timestamp {
-        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
-        nanos: i32::try_from(since_epoch.subsec_nanos()).unwrap_or(0),
-    }
 }
 
 fn address(text: &str) -> KasAddress {

@@ -31,8 +31,9 @@ use proto::gitlab::agent::{
     },
 };
 
-use super::{Api, connected, invalid, timestamp};
+use super::{Api, connected, invalid};
 use crate::pushes::Push;
+use crate::timestamp::timestamp;
 
 /// The most agents in one request. GitLab sends those of one page.
 const MOST: usize = 10_000;
