@@ -174,19 +174,3 @@ pub(crate) async fn discover<G: Gate + ?Sized>(
     }
     Ok(Ok(api))
 }
-
-#[cfg(test)]
-impl Api {
-    /// An API with these kinds: group, kind, version, plural, namespaced.
-    pub(crate) fn of(kinds: &[(&str, &str, &str, &str, bool)], unknown: &[&str]) -> Self {
-        let mut api = Self::default();
-        for (group, kind, version, plural, namespaced) in kinds {
-            api.groups.insert((*group).to_owned());
-            let (version, plural) = ((*version).to_owned(), (*plural).to_owned());
-            api.add(group, kind, Resource { version, plural, namespaced: *namespaced });
-        }
-        api.groups.extend(unknown.iter().map(|group| (*group).to_owned()));
-        api.unknown = unknown.iter().map(|group| (*group).to_owned()).collect();
-        api
-    }
-}

@@ -2,10 +2,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use gitops::{Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Stop, Unresolved, decode::File};
+use gitops::{
+    Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved, decode::File,
+};
 use ids::AgentId;
 use repository::Revision;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::{
     manifests::LoadError,
@@ -126,7 +128,11 @@ impl Planners {
             SourceError::Unavailable(text) => ControlError::Failed(text),
         })?;
         let number = u64::try_from(agent.get()).map_err(|error| ControlError::Wrong(error.to_string()))?;
-        let of = Project::new(number, source.id, namespace, &context.replica);
+        // As `kubectl delete`: no configuration says anything else.
+        let of = Project {
+            propagation: Propagation::Background,
+            ..Project::new(number, source.id, namespace, &context.replica)
+        };
         let api = context.clusters.open(agent, format!("gitops:{project}"), None);
         let engine = Engine::new(api, budget);
         let head = Unnamed { planners: Arc::clone(self), agent, project: project.to_owned() };

@@ -46,8 +46,14 @@ const KILL_AFTER: usize = 60;
 /// The agent whose cluster follows the repository.
 const AGENT: (&str, &str) = AGENTS[0];
 
-const CONFIG: &str =
-    "gitops:\n  manifest_projects:\n  - id: demo/manifests\n    default_namespace: default\n";
+// Nothing collects garbage beside the API server of the demonstration, so a deletion in the foreground would
+// not end.
+const CONFIG: &str = "gitops:
+  manifest_projects:
+  - id: demo/manifests
+    default_namespace: default
+    prune_propagation_policy: background
+";
 const KAS_YAML: &str =
     "# An edit by hand is noticed after this time. The default is 5m.\ngitops:\n  check: 2s\n";
 

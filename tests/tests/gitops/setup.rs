@@ -67,7 +67,10 @@ impl Repository {
         std::fs::create_dir_all(&folder)?;
         let config = match entry {
             "" => String::new(),
-            entry => format!("gitops:\n  manifest_projects:\n  - id: {PROJECT}\n{entry}"),
+            // Nothing collects garbage beside this API server, so a deletion in the foreground would not end.
+            entry => format!(
+                "gitops:\n  manifest_projects:\n  - id: {PROJECT}\n    prune_propagation_policy: background\n{entry}"
+            ),
         };
         let (new, path) = (folder.join("new"), folder.join("config.yaml"));
         std::fs::write(&new, config)?;
