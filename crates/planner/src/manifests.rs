@@ -184,7 +184,7 @@ impl Loader {
             let count = read.len();
             for (at, content) in part.iter().zip(read) {
                 let entry = &listed[*at];
-                let data = content.into_data(&repository.shown(&entry.path))?;
+                let data = content.into_data(&entry.path.to_string_lossy())?;
                 total += data.len() as u64;
                 self.keep(name, entry.id, data.clone());
                 contents[*at] = Some(data);
@@ -198,7 +198,8 @@ impl Loader {
         }
         let mut files = Vec::with_capacity(listed.len());
         for (entry, content) in listed.iter().zip(contents) {
-            let path = repository.shown(&entry.path);
+            // As it is in the repository: where that is on this host is nobody's business.
+            let path = entry.path.to_string_lossy().into_owned();
             let Some(content) = content else {
                 return Err(LoadError::Unavailable(format!("{path} was not read")));
             };
