@@ -142,8 +142,8 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
     Ok(results)
 }
 
-/// The executables of tests, built by one command: with one for each package, cargo would choose other features
-/// of shared dependencies each time, and build them again.
+/// The executables of tests, built by one command: with one for each package, cargo would choose other
+/// features of shared dependencies each time, and build them again.
 struct Tests(BTreeMap<String, PathBuf>);
 
 impl Tests {

@@ -58,8 +58,8 @@ pub struct AgentConfigs {
 enum Source {
     /// No source is configured: agents get no configuration.
     None,
-    /// `agents/<name>/config.yaml` in a folder, or `.gitlab/agents/<name>/config.yaml` at HEAD of a repository
-    /// on this host.
+    /// `agents/<name>/config.yaml` in a folder, or `.gitlab/agents/<name>/config.yaml` at HEAD of a
+    /// repository on this host.
     Files { repository: Arc<dyn Repository>, prefix: &'static str },
     /// `.gitlab/agents/<name>/config.yaml` at HEAD of the configuration project of the agent.
     Projects(Projects),

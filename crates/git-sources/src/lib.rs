@@ -74,7 +74,7 @@ fn local(configured: &[LocalRepository]) -> HashMap<String, Local> {
 pub fn code(error: &Error) -> &'static str {
     match error {
         Error::User(_) => "USER",
-        Error::Backend { code, .. } => *code,
+        Error::Backend { code, .. } => code,
         Error::Denied(_) => "DENIED",
         Error::Gone(_) => "GONE",
     }

@@ -6,8 +6,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use http::{Request, Response};
 
-/// The longest response body that an implementation must be able to return, in bytes. A page of 500 objects of
-/// metadata has at most 128 MiB in theory, and 1 MiB in practice.
+/// The longest response body that an implementation must be able to return, in bytes. A page of 500 objects
+/// of metadata has at most 128 MiB in theory, and 1 MiB in practice.
 pub const MAX_RESPONSE: usize = 64 << 20;
 
 /// The API of a cluster.

@@ -25,10 +25,13 @@ pub struct Engine {
     pub(crate) api: Arc<dyn ClusterApi>,
     pub(crate) budget: Budget,
     /// The kinds of the cluster, and when they were read.
-    pub(crate) discovered: Arc<Mutex<Option<(Instant, Arc<Api>)>>>,
+    pub(crate) discovered: Arc<Mutex<Option<Discovered>>>,
     /// Makes every fence another one.
     pub(crate) fences: Arc<AtomicU64>,
 }
+
+/// When the kinds of a cluster were read, and what they are.
+pub(crate) type Discovered = (Instant, Arc<Api>);
 
 /// What is to be synced.
 pub struct Sync<'a> {
@@ -52,7 +55,7 @@ pub enum Scope {
     /// All of them.
     #[default]
     All,
-    /// These, and those that the [`Memory`] does not know as applied: what differed in a drift check.
+    /// These, and those that the memory of the project does not know as applied: what differed in a drift check.
     Only(BTreeSet<ObjectId>),
 }
 

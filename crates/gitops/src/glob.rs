@@ -1,6 +1,7 @@
 //! Globs of manifest projects: the rules of doublestar v2, which 14.1 uses.
 //!
-//! `*` and `?` stay inside a segment of the path, `**` as a whole segment is any number of folders, `[a-z]` and
+//! `*` and `?` stay inside a segment of the path, `**` as a whole segment is any number of folders, `[a-z]`
+//! and
 //! `[^a-z]` are classes, `{a,b}` alternatives, `\` takes the next character as it is. A glob is compiled to a
 //! state machine, so a match takes at most one step for each state and character, however many wildcards
 //! there are.
@@ -328,8 +329,8 @@ fn class(pattern: &[char]) -> Option<Class> {
     Some(Class { negated, ranges })
 }
 
-/// Adds the states of a pattern that goes on in `then`; returns its first one. `at_start`: whether it begins a
-/// segment, where `**` may span folders.
+/// Adds the states of a pattern that goes on in `then`; returns its first one. `at_start`: whether it begins
+/// a segment, where `**` may span folders.
 fn compile(tokens: &[Token], at_start: bool, then: usize, states: &mut Vec<State>) -> usize {
     let mut then = then;
     let mut end = tokens.len();

@@ -5,8 +5,8 @@
 //! * [`Engine::sync`] makes a cluster what a set says: inventory, apply, wait, prune.
 //! * [`Engine::check`] says what differs from what was applied, [`Engine::diff`] what a sync would change.
 //!
-//! The crate knows neither tunnels nor Git nor a client library: a cluster is a [`ClusterApi`], a repository is
-//! a [`Head`] that can be resolved again. Nothing here reads a clock of the wall, and nothing runs when no
+//! The crate knows neither tunnels nor Git nor a client library: a cluster is a [`ClusterApi`], a repository
+//! is a [`Head`] that can be resolved again. Nothing here reads a clock of the wall, and nothing runs when no
 //! future of the crate is polled.
 //!
 //! # What is never deleted

@@ -187,7 +187,8 @@ pub(crate) fn defines(definition: &Value) -> Option<(&str, &str)> {
 }
 
 impl Item<'_> {
-    /// The body of its apply: the manifest with its namespace and the mark, without what server-side apply refuses.
+    /// The body of its apply: the manifest with its namespace and the mark, without what server-side apply
+    /// refuses.
     pub(crate) fn body(&self, inventory_id: &str) -> Bytes {
         let mut body = self.manifest.body.clone();
         let metadata = &mut body["metadata"];

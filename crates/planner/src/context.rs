@@ -17,8 +17,8 @@ pub trait Clusters: Send + Sync + 'static {
     fn open(&self, agent: AgentId, task: String, impersonation: Option<Impersonation>)
     -> Arc<dyn ClusterApi>;
 
-    /// Returns how many calls may be open at once: half of the agent's tunnels at most. `is_elastic`: its agentk
-    /// opens tunnels when they are needed.
+    /// Returns how many calls may be open at once: half of the agent's tunnels at most. `is_elastic`: its
+    /// agentk opens tunnels when they are needed.
     fn concurrent(&self, agent: AgentId, is_elastic: bool) -> usize;
 }
 

@@ -53,8 +53,8 @@ impl Events {
         true
     }
 
-    /// Writes an Event about the inventory, unless it was the last one or there are too many. A failure is only
-    /// logged: Events are for people, and agentk may lack the right.
+    /// Writes an Event about the inventory, unless it was the last one or there are too many. A failure is
+    /// only logged: Events are for people, and agentk may lack the right.
     pub(crate) async fn write(&mut self, api: &dyn ClusterApi, inventory: &InventoryRef, event: &Event) {
         if !self.admit(event, Instant::now()) {
             return;

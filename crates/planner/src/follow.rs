@@ -15,7 +15,8 @@ const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// The longest wait after a failure.
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// Returns a time between this one and half more, so that replicas and projects do not ask at the same moment.
+/// Returns a time between this one and half more, so that replicas and projects do not ask at the same
+/// moment.
 pub(crate) fn jittered(time: Duration) -> Duration {
     time + time.mul_f64(rand::random::<f64>() / 2.0)
 }

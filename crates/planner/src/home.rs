@@ -1,7 +1,7 @@
 //! Which replica plans for an agent: its home.
 //!
-//! There is no leader. Each replica computes the home from what it knows of the others. If two of them disagree
-//! for a moment, both plan, and the fence in the inventory stops one of them.
+//! There is no leader. Each replica computes the home from what it knows of the others. If two of them
+//! disagree for a moment, both plan, and the fence in the inventory stops one of them.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -46,8 +46,8 @@ impl Homes {
         Self { me, known: HashMap::new() }
     }
 
-    /// Notes the replicas that hold tunnels of an agent. Returns whether this replica plans for it: it has been
-    /// the home for [`STOOD`]. If it is not the home any more, it stops at once.
+    /// Notes the replicas that hold tunnels of an agent. Returns whether this replica plans for it: it has
+    /// been the home for [`STOOD`]. If it is not the home any more, it stops at once.
     pub fn observe(&mut self, agent: AgentId, holders: &[Candidate], now: Instant) -> bool {
         let Some(home) = home(agent, holders) else {
             self.known.remove(&agent);

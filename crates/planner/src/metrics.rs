@@ -36,7 +36,7 @@ pub struct PlannerMetrics {
 impl PlannerMetrics {
     /// Creates the families and registers them.
     pub fn new(registry: &mut Registry) -> Self {
-        let registry = registry.sub_registry_with_prefix("kas_gitops");
+        let registry = registry.sub_registry_with_prefix("kas");
         let metrics = Self {
             syncs: Family::default(),
             sync_seconds: Histogram::new([0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 3_600.0]),
@@ -45,24 +45,32 @@ impl PlannerMetrics {
             drift: Counter::default(),
             pruned: Counter::default(),
         };
-        registry.register("syncs", "Syncs of manifest projects, by their outcome", metrics.syncs.clone());
         registry.register(
-            "sync_seconds",
+            "gitops_syncs",
+            "Syncs of manifest projects, by their outcome",
+            metrics.syncs.clone(),
+        );
+        registry.register(
+            "gitops_sync_seconds",
             "Duration of syncs, including the wait until objects are current",
             metrics.sync_seconds.clone(),
         );
         registry.register(
-            "objects",
+            "gitops_objects",
             "Objects of the manifest projects that this replica plans for",
             metrics.objects.clone(),
         );
         registry.register(
-            "projects",
+            "gitops_projects",
             "Manifest projects that this replica plans for, by the phase of their last sync",
             metrics.projects.clone(),
         );
-        registry.register("drift", "Objects that differed from what was applied", metrics.drift.clone());
-        registry.register("pruned", "Objects that were deleted", metrics.pruned.clone());
+        registry.register(
+            "gitops_drift",
+            "Objects that differed from what was applied",
+            metrics.drift.clone(),
+        );
+        registry.register("gitops_pruned", "Objects that were deleted", metrics.pruned.clone());
         metrics
     }
 

@@ -119,10 +119,13 @@ struct AgentPlan {
     asked: Asked,
 }
 
+/// The versions of the connections of an agent, and why the list is not complete.
+type Versions = (Vec<String>, Option<String>);
+
 /// The versions of the agent's connections, asked for by a task of its own.
 struct Listed {
-    /// The versions, and why the list is not complete.
-    answer: Arc<Mutex<Option<(Vec<String>, Option<String>)>>>,
+    /// `None`: there is no answer yet.
+    answer: Arc<Mutex<Option<Versions>>>,
     asking: Option<JoinHandle<()>>,
     /// When they are asked for again.
     next: Instant,
@@ -393,8 +396,8 @@ impl Planners {
         self.changed.subscribe()
     }
 
-    /// Returns the state of an agent's projects; of one, if it is named. `None`: this replica does not plan for
-    /// the agent.
+    /// Returns the state of an agent's projects; of one, if it is named. `None`: this replica does not plan
+    /// for the agent.
     pub fn get(&self, agent: AgentId, project: Option<&str>, objects: bool) -> Option<AgentSync> {
         let plans = self.plans();
         let plan = plans.get(&agent)?;
@@ -412,8 +415,8 @@ impl Planners {
         Some(AgentSync { waits, projects })
     }
 
-    /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects wait
-    /// to be pruned.
+    /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
+    /// wait to be pruned.
     pub fn totals(&self) -> [usize; 4] {
         let mut totals = [0; 4];
         for project in self.plans().values().flat_map(|plan| plan.projects.values()) {

@@ -24,8 +24,8 @@ pub struct ProjectStatus {
     pub wanted: Option<String>,
     /// The last commit that was applied completely.
     pub applied: Option<String>,
-    /// `waiting` before the first sync, a phase of a sync, or the outcome of the last one: `synced`, `degraded`
-    /// or `failed`.
+    /// `waiting` before the first sync, a phase of a sync, or the outcome of the last one: `synced`,
+    /// `degraded` or `failed`.
     pub phase: &'static str,
     /// Why; empty if there is nothing to say.
     pub message: String,

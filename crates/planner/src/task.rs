@@ -1,5 +1,5 @@
-//! The task of one manifest project at the home of its agent: it follows the head, syncs, checks for drift and
-//! repeats what failed.
+//! The task of one manifest project at the home of its agent: it follows the head, syncs, checks for drift
+//! and repeats what failed.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 

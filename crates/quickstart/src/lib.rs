@@ -52,8 +52,8 @@ pub struct QuickstartArgs {
     /// How a replica learns which other replicas hold an agent
     #[arg(long, value_enum, default_value_t = Tracker::Gossip)]
     tracker: Tracker,
-    /// Show GitOps instead: a commit in a bare repository becomes an object in the cluster of an agent; with a
-    /// real kube-apiserver from KUBEBUILDER_ASSETS, or built by Go
+    /// Show GitOps instead: a commit in a bare repository becomes an object in the cluster of an agent; with
+    /// a real kube-apiserver from KUBEBUILDER_ASSETS, or built by Go
     #[arg(long, conflicts_with = "kubeconfig")]
     gitops: bool,
     /// Build with optimizations: the build takes longer, and the programs are as fast as a release

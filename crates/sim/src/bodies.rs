@@ -1,8 +1,8 @@
 //! Bodies of requests and tunnels over the simulated network.
 //!
 //! The bodies of the product read streams of HTTP/2, which is not simulated: a tunnel is a connection of its
-//! own here, and its clean end must be told apart from a reset, which `is_end_stream` does. So `StreamBody` of
-//! http-body-util, which never says so, would not do either.
+//! own here, and its clean end must be told apart from a reset, which `is_end_stream` does. So `StreamBody`
+//! of http-body-util, which never says so, would not do either.
 
 use std::{
     pin::Pin,

@@ -42,8 +42,8 @@ pub(crate) fn check(history: &History) -> Vec<String> {
     breaches
 }
 
-/// What a fault is called that cuts an agent off from a replica. Neither notices at once, and the requests that
-/// it never answers keep its tunnels.
+/// What a fault is called that cuts an agent off from a replica. Neither notices at once, and the requests
+/// that it never answers keep its tunnels.
 pub(crate) fn cut_off(agent: impl Display, replica: &str) -> String {
     format!("agent {agent} and {replica} are cut")
 }

@@ -115,8 +115,8 @@ impl Agentk {
         Self::start_process(None, url, token, &arguments, env).await
     }
 
-    /// Starts one that dials these addresses of kas, separated by commas, with further arguments that name its
-    /// cluster.
+    /// Starts one that dials these addresses of kas, separated by commas, with further arguments that name
+    /// its cluster.
     ///
     /// # Errors
     /// When it does not start.

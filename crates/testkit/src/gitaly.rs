@@ -18,8 +18,8 @@ pub use self::{
 /// The name of the only storage.
 pub const STORAGE: &str = "default";
 
-/// Finds GitLab's own Gitaly, and builds it when this machine has none yet. Blocks for minutes when it must be
-/// built.
+/// Finds GitLab's own Gitaly, and builds it when this machine has none yet. Blocks for minutes when it must
+/// be built.
 ///
 /// # Errors
 /// When there is no Go, or the build fails.

@@ -56,8 +56,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the path of the kubeconfig of an administrator, as the only line on standard output, once the server
-/// is ready.
+/// Prints the path of the kubeconfig of an administrator, as the only line on standard output, once the
+/// server is ready.
 fn kubernetes_server() -> Result<()> {
     let runtime = tokio::runtime::Runtime::new()?;
     let kubernetes = runtime.block_on(kubernetes::Kubernetes::start())?;

@@ -625,8 +625,8 @@ impl Body for RequestBody {
             return Poll::Ready(Some(Ok(Frame::data(big))));
         }
         let mut core = this.shared.core();
-        // The tunnel broke, or the answer is complete. What has not been read of the request is missing: that is
-        // not its end.
+        // The tunnel broke, or the answer is complete. What has not been read of the request is missing: that
+        // is not its end.
         if core.request != this.serial && !this.ended {
             return Poll::Ready(Some(Err("the request is over".into())));
         }

@@ -139,12 +139,13 @@ impl Repository {
         let from = now();
         self.git(&work, &["push", "--quiet", "--force", "../bare.git", "main"]).await?;
         let pushed = now();
-        let mut heads = self.heads.lock();
-        if let Some(last) = heads.last_mut() {
-            last.until = pushed;
+        {
+            let mut heads = self.heads.lock();
+            if let Some(last) = heads.last_mut() {
+                last.until = pushed;
+            }
+            heads.push(HeadSpan { from, until: i128::MAX, objects });
         }
-        heads.push(HeadSpan { from, until: i128::MAX, objects });
-        drop(heads);
         self.git(&work, &["rev-parse", "HEAD"]).await
     }
 }

@@ -124,8 +124,8 @@ struct Execs {
     rude: u32,
     closed: u32,
     reset: u32,
-    /// Those through a replica that stayed, whose agent was on the one that left: the tunnel is lost, and nobody
-    /// says why.
+    /// Those through a replica that stayed, whose agent was on the one that left: the tunnel is lost, and
+    /// nobody says why.
     lost: u32,
     /// The first strange ones, in words.
     strange: Vec<String>,

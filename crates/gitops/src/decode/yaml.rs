@@ -1,5 +1,5 @@
-//! YAML to JSON values, with lines, as the tools of Kubernetes read it: the parser follows YAML 1.2, and plain
-//! scalars are resolved as in YAML 1.1 (`scalar`).
+//! YAML to JSON values, with lines, as the tools of Kubernetes read it: the parser follows YAML 1.2, and
+//! plain scalars are resolved as in YAML 1.1 (`scalar`).
 //!
 //! A mapping with a key twice is an error, although kubectl takes the last one: what a reviewer sees first
 //! would not be what is applied.
@@ -31,8 +31,8 @@ pub(super) struct Wrong {
     pub(super) reason: String,
 }
 
-/// Parses all documents, those of nothing but comments excluded. An error ends it: the documents before it are
-/// returned too, because they may have flaws of their own.
+/// Parses all documents, those of nothing but comments excluded. An error ends it: the documents before it
+/// are returned too, because they may have flaws of their own.
 pub(super) fn parse(text: &str, room: &mut Room) -> (Vec<Document>, Option<Wrong>) {
     let mut documents = Vec::new();
     let wrong = Composer::new(room).run(text, &mut documents).err();

@@ -1,5 +1,5 @@
-//! Checks the rule of what may be deleted. It reads the log of the API server and the heads of the repository,
-//! and nothing of a planner:
+//! Checks the rule of what may be deleted. It reads the log of the API server and the heads of the
+//! repository, and nothing of a planner:
 //!
 //! deleted ⊆ marked ∩ (inventory − the set of a head that was resolved after the inventory was read)
 

@@ -1,7 +1,7 @@
 //! An API server and a repository in memory, with a log of what happened to both.
 //!
-//! The server does what the engine relies on: versions and uids, preconditions, finalizers, definitions, lists
-//! in pages, namespaces that take their objects along. It does not merge: an apply replaces the object.
+//! The server does what the engine relies on: versions and uids, preconditions, finalizers, definitions,
+//! lists in pages, namespaces that take their objects along. It does not merge: an apply replaces the object.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

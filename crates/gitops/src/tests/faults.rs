@@ -208,8 +208,8 @@ async fn a_planner_that_was_replaced_notices_within_the_time_of_the_fence() {
     assert!(begin.elapsed() < Duration::from_secs(75), "{:?}", begin.elapsed());
 }
 
-/// A wrong planner: it deletes what its inventory has and its set has not. `looks_at_mark`, `head_first`: what
-/// it does right, and wrong.
+/// A wrong planner: it deletes what its inventory has and its set has not. `looks_at_mark`, `head_first`:
+/// what it does right, and wrong.
 fn wrong_planner(world: &World, head_first: bool, between: impl FnOnce(), looks_at_mark: bool) {
     let wire = Wire::new(&world.server, "wrong");
     let list =

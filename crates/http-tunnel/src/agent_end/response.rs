@@ -15,8 +15,8 @@ use crate::field::{DATA, HEADER, TRAILER, UPGRADE_DATA};
 /// are forwarded as they are.
 const MAX_COPIED: usize = 4 * 1024;
 
-/// The largest chunk of a response that does not get away quickly: 6.5 ms at 10 Mbit/s. What another stream of
-/// the connection has to send, such as a keystroke's echo, waits for the chunk before it.
+/// The largest chunk of a response that does not get away quickly: 6.5 ms at 10 Mbit/s. What another stream
+/// of the connection has to send, such as a keystroke's echo, waits for the chunk before it.
 const SLOW_CHUNK: usize = 8 * 1024;
 
 /// The connection takes chunks quickly if it asks for the next one within this time.

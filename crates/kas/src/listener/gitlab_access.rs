@@ -91,14 +91,9 @@ impl GitlabAccess {
         let user_agent = HeaderValue::from_str(&user_agent).unwrap_or(HeaderValue::from_static("gitlab-kas"));
         let (request, stream) = read_request(grpc::boxed(body), &user_agent, false).await?;
         check_path(request.uri().path())?;
-        let answer = {
-            let mut sent = std::pin::pin!(self.gitlab.call_module(&token, &module, request));
-            loop {
-                tokio::select! {
-                    answer = &mut sent => break answer,
-                    () = progress.stalled() => return Err(unavailable(agent, "nothing was sent for a minute")),
-                }
-            }
+        let answer = tokio::select! {
+            answer = self.gitlab.call_module(&token, &module, request) => answer,
+            () = progress.stalled() => return Err(unavailable(agent, "nothing was sent for a minute")),
         };
         let (parts, body) = match answer {
             Ok(answer) => answer.into_parts(),

@@ -74,8 +74,8 @@ impl SyncService {
         local_service(server.max_decoding_message_size(MAX_QUESTION).max_encoding_message_size(MAX_ANSWER))
     }
 
-    /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects wait
-    /// to be pruned.
+    /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
+    /// wait to be pruned.
     pub(crate) fn totals(&self) -> [usize; 4] {
         self.planners.totals()
     }

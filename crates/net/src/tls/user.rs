@@ -105,7 +105,8 @@ impl UserVerifier {
     }
 
     /// Returns when the first of the lists of revocations should have been replaced, since 1970; `None`: no
-    /// list says so, or there is none. A list is used after that too, but what was revoked since is not in it.
+    /// list says so, or there is none. A list is used after that too, but what was revoked since is not in
+    /// it.
     pub fn lists_due(&self) -> Option<Duration> {
         self.0.lists_due
     }

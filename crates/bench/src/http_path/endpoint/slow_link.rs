@@ -4,9 +4,9 @@
 //! which has loopback alone. The packets of some ports pass a queue there that lets 10 Mbit/s through, in
 //! each direction. All others are not held up.
 //!
-//! The queue is behind the sender, as that of a router is (device `ifb`). As long as a packet waits in a queue
-//! of its own host, Linux keeps a connection from adding more than a few milliseconds of them, and no queue
-//! would build up.
+//! The queue is behind the sender, as that of a router is (device `ifb`). As long as a packet waits in a
+//! queue of its own host, Linux keeps a connection from adding more than a few milliseconds of them, and no
+//! queue would build up.
 
 use std::{
     fs::File,
