@@ -540,7 +540,7 @@ mod tests {
         };
         let list = list(Some(Tracker::Redis), false);
         assert!(line(&list, "S19").contains("does not run here: it is about --tracker gossip"), "{list}");
-        assert!(line(&list, "S04").contains("does not run here: "), "{list}");
+        assert!(line(&list, "S47").contains("does not run here: "), "{list}");
         assert_eq!(list.lines().count(), ALL.len());
     }
 }
