@@ -175,11 +175,11 @@ fn comparable(mut object: Value, namespace: &str) -> Value {
     for field in ["uid", "resourceVersion", "creationTimestamp", "managedFields"] {
         metadata.shift_remove(field);
     }
-    metadata["annotations"]
-        .as_object_mut()
-        .map(|annotations| annotations.shift_remove("config.k8s.io/owning-inventory"));
-    if metadata["annotations"].as_object().is_some_and(serde_json::Map::is_empty) {
-        metadata.shift_remove("annotations");
+    if let Some(annotations) = metadata.get_mut("annotations").and_then(Value::as_object_mut) {
+        annotations.shift_remove("config.k8s.io/owning-inventory");
+        if annotations.is_empty() {
+            metadata.shift_remove("annotations");
+        }
     }
     if let Some(spec) = object["spec"].as_object_mut() {
         spec.shift_remove("clusterIP");
