@@ -55,7 +55,8 @@ pub enum Scope {
     /// All of them.
     #[default]
     All,
-    /// These, and those that the memory of the project does not know as applied: what differed in a drift check.
+    /// These, and those that the memory of the project does not know as applied: what differed in a drift
+    /// check.
     Only(BTreeSet<ObjectId>),
 }
 

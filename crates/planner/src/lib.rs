@@ -1,8 +1,8 @@
 //! Keeps the clusters of agents as their repositories say.
 //!
 //! * [`Planners`] runs a task for each manifest project of each agent whose [`home`] is this replica. The
-//!   task follows the head of its repository, syncs by the engine of the crate `gitops`, checks for drift, and
-//!   repeats what failed.
+//!   task follows the head of its repository, syncs by the engine of the crate `gitops`, checks for drift,
+//!   and repeats what failed.
 //! * [`applier`] decides whether kas applies for an agent at all.
 //! * [`Planners::get`] is what people see, [`Planners::diff`] what a sync would change.
 //!
