@@ -31,7 +31,7 @@ pub(crate) fn token(text: &str) -> String {
     format!("kasu_{}", &text.repeat(44)[..43])
 }
 
-/// Writes the file of users, at once for who reads it.
+/// Writes the file of users, at once for a process that reads it.
 pub(crate) fn write_users(path: &Path, users: &[(&str, &str)]) -> Result<()> {
     let users: Vec<_> = users
         .iter()

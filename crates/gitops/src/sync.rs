@@ -57,8 +57,8 @@ pub(crate) async fn sync(run: &Run<'_>, sync: &Sync<'_>, memory: &mut Memory) ->
         run.report(ObjectReport { id, action: Action::Failed, health: Health::Unknown, message, file });
     }
 
-    // The inventory is read before the head is resolved: whoever reads a later inventory has at least this
-    // head.
+    // The inventory is read before the head is resolved: a planner that reads a later inventory has at least
+    // this head.
     let inventories = run.inventories().await?;
     run.confirm(Some(&set.commit)).await?;
     let old = union(&inventories, std::iter::empty());

@@ -13,7 +13,7 @@ use crate::{
 
 /// Reaches the clusters of agents.
 pub trait Clusters: Send + Sync + 'static {
-    /// Returns the API of the cluster of an agent. `task` names who calls, for the audit log.
+    /// Returns the API of the cluster of an agent. `task` names the caller, for the audit log.
     fn open(&self, agent: AgentId, task: String, impersonation: Option<Impersonation>)
     -> Arc<dyn ClusterApi>;
 

@@ -1,4 +1,4 @@
-//! A bare Git repository on disk. Whoever has one on another host mirrors it with `git fetch`.
+//! A bare Git repository on disk. One on another host is mirrored with `git fetch`.
 //!
 //! The repository is opened anew for each call: it may be replaced, packed or fetched into at any time.
 

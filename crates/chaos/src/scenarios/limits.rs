@@ -261,7 +261,7 @@ pub(super) async fn slow_readers(run: &mut Run) -> Result<()> {
 /// Connections that are made to a replica without descriptors, and stay.
 const CONNECTIONS: usize = 200;
 
-/// No descriptors: who is connected is served, and nobody else.
+/// No descriptors: clients with a connection are served, and no others.
 async fn descriptors(run: &mut Run, n: usize) -> Result<(Micros, Micros)> {
     let before = sizes(run)?;
     let files = u64::try_from(before[&n].files)?;
