@@ -14,10 +14,16 @@ use anyhow::{Context as _, ensure};
 
 use super::{
     child::Process,
-    environment::{AgentOptions, ApiServer, Environment, KasOptions},
+    environment::{AgentOptions, ApiServer, Environment, KasOptions, KubernetesOptions, user_token},
     load_client::LoadClient,
-    protocol::{HttpLoad, HttpTarget, HttpWork, Load, Loaded, Metadata, Span, Target, Tokens, Work},
-    report::{self, AGENT_INSTRUCTIONS, AGENT_INSTRUCTIONS_RATIO, INSTRUCTIONS, Output, Values},
+    protocol::{
+        Access, HttpLoad, HttpServer, HttpTarget, HttpWork, Load, Loaded, Metadata, Span, Target, Tokens,
+        Work,
+    },
+    report::{
+        self, AGENT_INSTRUCTIONS, AGENT_INSTRUCTIONS_RATIO, ENDPOINT_INSTRUCTIONS, INSTRUCTIONS, Output,
+        Values,
+    },
 };
 
 #[derive(Debug, clap::Args)]
@@ -65,24 +71,27 @@ pub(super) fn run(args: &InstructionsArgs) -> anyhow::Result<()> {
         kas.per_call(),
     );
     let mut counted = vec![("kas", kas)];
-    let programs: &[Program] = if args.new_tokens { &[] } else { &[Program::Agentk, Program::Kas] };
-    for program in programs {
-        let name = program.name();
-        let now = of_http(&environment, args, *program)?;
-        write!(tables, "- {name}, HTTP requests with a response of {SIZE} B: {:.0}", now.per_call())?;
-        if *program == Program::Agentk {
-            values.insert(AGENT_INSTRUCTIONS, now.per_call());
+    let paths: &[Counted] =
+        if args.new_tokens { &[] } else { &[Counted::Agentk, Counted::Kas, Counted::Endpoint] };
+    for path in paths {
+        let now = of_http(&environment, args, *path)?;
+        write!(tables, "- {}, a response of {SIZE} B: {:.0}", path.title(), now.per_call())?;
+        match path {
+            Counted::Agentk => drop(values.insert(AGENT_INSTRUCTIONS, now.per_call())),
+            Counted::Endpoint => drop(values.insert(ENDPOINT_INSTRUCTIONS, now.per_call())),
+            Counted::Kas => {}
         }
-        if let Some(earlier) = &earlier {
-            let before = of_http(earlier, args, *program)?;
+        // An earlier build need not have the endpoint.
+        if let Some(earlier) = earlier.as_ref().filter(|_| *path != Counted::Endpoint) {
+            let before = of_http(earlier, args, *path)?;
             let ratio = now.per_call() / before.per_call();
             write!(tables, ", before {:.0}, ratio {}", before.per_call(), report::short(ratio))?;
-            if *program == Program::Agentk {
+            if *path == Counted::Agentk {
                 values.insert(AGENT_INSTRUCTIONS_RATIO, ratio);
             }
         }
         tables.push('\n');
-        counted.push((if *program == Program::Kas { "kas with HTTP requests" } else { name }, now));
+        counted.push((path.title(), now));
     }
     if let Some(earlier) = &earlier {
         writeln!(tables, "\n*Before* is {}.", earlier.version()?)?;
@@ -126,50 +135,72 @@ fn of_kas(environment: &Environment, args: &InstructionsArgs) -> anyhow::Result<
     callgrind.count(args, kas.process, environment.client()?, |client, edge| client.load(&load, edge))
 }
 
-/// A program whose instructions are counted.
+/// What is counted for HTTP requests.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Program {
-    Kas,
+enum Counted {
+    /// agentk; requests are calls of `MakeRequest`.
     Agentk,
+    /// kas; requests are calls of `MakeRequest`.
+    Kas,
+    /// kas; requests go to its endpoint for kubectl, over HTTP/2.
+    Endpoint,
 }
 
-impl Program {
-    fn name(self) -> &'static str {
+impl Counted {
+    fn title(self) -> &'static str {
         match self {
-            Self::Kas => "kas",
-            Self::Agentk => "agentk",
+            Self::Agentk => "agentk with HTTP requests",
+            Self::Kas => "kas with HTTP requests",
+            Self::Endpoint => "kas with requests to the Kubernetes API endpoint",
         }
     }
 }
 
 /// Counts the instructions of a program for HTTP requests.
-fn of_http(environment: &Environment, args: &InstructionsArgs, program: Program) -> anyhow::Result<Counts> {
-    eprintln!("starting {} under callgrind, for HTTP requests", program.name());
-    let callgrind = Callgrind::new(environment, &format!("{}-http", program.name()));
-    let under = |this| if program == this { callgrind.command.clone() } else { Vec::new() };
+fn of_http(environment: &Environment, args: &InstructionsArgs, path: Counted) -> anyhow::Result<Counts> {
+    eprintln!("starting callgrind for {}", path.title());
+    let (name, is_agentk) = match path {
+        Counted::Agentk => ("agentk-http", true),
+        Counted::Kas => ("kas-http", false),
+        Counted::Endpoint => ("kas-endpoint", false),
+    };
+    let callgrind = Callgrind::new(environment, name);
+    let under = |this| if this { callgrind.command.clone() } else { Vec::new() };
     let server = environment.static_server()?;
-    let kas = KasOptions { workers: Some(1), under: under(Program::Kas), ..KasOptions::default() };
+    let kas = KasOptions {
+        workers: Some(1),
+        under: under(!is_agentk),
+        kubernetes: (path == Counted::Endpoint).then(KubernetesOptions::default),
+        ..KasOptions::default()
+    };
     let kas = environment.kas("kas-http", &kas)?;
     let options = AgentOptions {
         api_server: Some(ApiServer { address: server.http1, ca_file: None }),
-        under: under(Program::Agentk),
+        under: under(is_agentk),
         ..AgentOptions::default()
     };
     let agent = environment.agentk(&kas, AGENT, &options)?;
-    let metadata =
-        Metadata { agent: AGENT, secret_file: environment.secret_file(), tokens: Tokens::EachSecond };
+    let target = match path {
+        Counted::Endpoint => {
+            let address = kas.kubernetes.context("the endpoint is on")?;
+            let access = Some(Access { agent: AGENT, token: user_token() });
+            HttpTarget::Http { server: HttpServer { address, ca_file: None, access }, http2: true }
+        }
+        Counted::Agentk | Counted::Kas => {
+            let secret_file = environment.secret_file();
+            let metadata = Metadata { agent: AGENT, secret_file, tokens: Tokens::EachSecond };
+            HttpTarget::Kas { address: kas.api, metadata }
+        }
+    };
     let load = HttpLoad {
-        target: HttpTarget::Kas { address: kas.api, metadata },
+        target,
         work: HttpWork::Get(SIZE),
         connections: 1,
         callers: 4,
         span: Span::Count { warm: args.warm, run: args.requests },
     };
     // The other one runs until the end.
-    let (process, _other) = match program {
-        Program::Kas => (kas.process, agent),
-        Program::Agentk => (agent, kas.process),
-    };
+    let (process, _other) = if is_agentk { (agent, kas.process) } else { (kas.process, agent) };
     callgrind.count(args, process, environment.client()?, |client, edge| client.http(&load, edge))
 }
 

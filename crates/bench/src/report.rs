@@ -59,13 +59,14 @@ const fn without_limit(key: &'static str) -> Gate {
 /// The keys of `bench instructions`.
 pub(super) const INSTRUCTIONS: &str = "kas_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS: &str = "agentk_instructions_per_request";
+pub(super) const ENDPOINT_INSTRUCTIONS: &str = "kas_endpoint_instructions_per_request";
 pub(super) const AGENT_INSTRUCTIONS_RATIO: &str = "agentk_instructions_per_request_ratio";
 /// The keys of `bench watches`.
 pub(super) const WATCH_KAS: &str = "watch_kas_kib";
 pub(super) const WATCH_AGENTK: &str = "watch_agentk_kib";
 pub(super) const EXEC_BESIDE_WATCHES: &str = "exec_beside_watches_ms";
 
-const GATES: [Gate; 51] = [
+const GATES: [Gate; 52] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -97,6 +98,7 @@ const GATES: [Gate; 51] = [
     at_most("slow_reader_p99_factor", 2.0, 1.2),
     at_most(INSTRUCTIONS, 90_000.0, 70_000.0),
     without_limit(AGENT_INSTRUCTIONS),
+    without_limit(ENDPOINT_INSTRUCTIONS),
     at_most(AGENT_INSTRUCTIONS_RATIO, 0.8, 0.6),
     at_most(WATCH_KAS, 24.0, 16.0),
     at_most(WATCH_AGENTK, 64.0, 48.0),

@@ -117,6 +117,7 @@ pub fn files(bytes: &[u8]) {
     let _ = Identities::parse(bytes);
     let _ = callers::UserList::parse(bytes);
     let _ = agent_config::parse::parse(bytes);
+    let _ = agent_config::kas_yaml::parse(bytes);
 }
 
 /// The beginning of a request for a cluster, which kas reads while it passes. The first byte is the size of

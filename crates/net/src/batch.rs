@@ -42,7 +42,8 @@ const TRIAL: u32 = 32;
 /// returned says nothing about the socket, and an error of the socket is returned by a later call. What was
 /// flushed is also written, as far as the socket accepts it without waiting, when the stream is dropped.
 ///
-/// At most 16 KiB are kept, and nothing is allocated while the stream is idle.
+/// At most 16 KiB are kept, and nothing is added while the socket is full. Nothing is allocated while the
+/// stream is idle.
 #[derive(Debug)]
 pub struct BatchedWrites<S: AsyncWrite + Unpin>(Arc<Mutex<Option<Writes<S>>>>);
 
@@ -196,7 +197,8 @@ impl<S: AsyncWrite + Unpin> Writes<S> {
         if let Some(error) = self.error.take() {
             return Poll::Ready(Err(error));
         }
-        if self.add(pieces) {
+        // What is added while the socket is full would stand before a keystroke that comes later.
+        if self.state != State::Writing && self.add(pieces) {
             return Poll::Ready(Ok(pieces.iter().map(|piece| piece.len()).sum()));
         }
         self.poll_through(cx, pieces)
@@ -510,6 +512,20 @@ mod tests {
         // Another trial, and then each.
         assert!(many.len() >= 35 && many.ends_with(&[147, 148, 149]), "{many:?}");
         assert_eq!(connection.got.lock().bytes.len(), 100 + 3 * 50);
+    }
+
+    #[tokio::test]
+    async fn nothing_is_added_to_a_batch_while_the_socket_is_full() {
+        // It takes three bytes, then none for a long time.
+        let mut connection = Connection::new(&[&[3][..], &[0; 100]].concat());
+        connection.write(b"begun").await;
+        connection.turns.end();
+        assert_eq!(connection.writes(), [3]);
+        for _ in 0..3 {
+            let added = poll_fn(|cx| Poll::Ready(Pin::new(&mut connection.stream).poll_write(cx, b"more"))).await;
+            assert!(added.is_pending());
+        }
+        assert_eq!(connection.stream.with(|writes| writes.batch.len()), 5);
     }
 
     #[tokio::test]

@@ -160,9 +160,9 @@ const PROBES: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::fr
 
 /// How many bytes of a connection the system holds before it sends them. What is written later, such as a
 /// keystroke for `kubectl exec`, waits behind them, also behind those of a file that another stream copies.
-/// With fewer, a fast connection waits for the process. With more, the keystroke waits longer: 16 KiB take
-/// 13 ms at 10 Mbit/s.
-const UNSENT: u32 = 16 * 1024;
+/// With fewer, a fast connection waits for the process. With more, the keystroke waits longer: 8 KiB take
+/// 6.5 ms at 10 Mbit/s.
+const UNSENT: u32 = 8 * 1024;
 
 /// Sets up a connection that carries many streams, small ones beside large ones: small writes are sent at
 /// once, and little waits in the system, where HTTP/2 can put nothing before it.

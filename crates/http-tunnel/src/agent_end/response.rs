@@ -15,32 +15,46 @@ use crate::field::{DATA, HEADER, TRAILER, UPGRADE_DATA};
 /// are forwarded as they are.
 const MAX_COPIED: usize = 4 * 1024;
 
-/// The largest chunk of a response that does not get away quickly: 6.5 ms at 10 Mbit/s. What another stream
-/// of the connection has to send, such as a keystroke's echo, waits for the chunk before it.
-const SLOW_CHUNK: usize = 8 * 1024;
+/// The smallest limit for a chunk of a response.
+const SMALLEST: usize = 4 * 1024;
 
-/// The connection takes chunks quickly if it asks for the next one within this time.
-const QUICK: Duration = Duration::from_millis(2);
+/// A chunk has at most what the connection takes in this time, if that is more than [`SMALLEST`]. What another
+/// stream of the connection has to send, such as a keystroke's echo, waits for the chunk before it.
+const DELAY: Duration = Duration::from_millis(3);
 
-/// How large the next chunk may be: the faster the connection, the larger, because large chunks cost less.
+/// How long it is counted what the connection takes, at least. HTTP/2 asks for many chunks at once, and then
+/// for none until it has sent a part of them.
+const PERIOD: Duration = Duration::from_millis(4);
+
+/// How large chunks may be: the faster the connection, the larger, because large chunks cost less.
 #[derive(Debug)]
 struct Pace {
     size: usize,
-    last: Instant,
+    /// The beginning of this period, and the bytes taken since then.
+    since: Instant,
+    taken: usize,
 }
 
 impl Pace {
     fn new() -> Self {
-        Self { size: SLOW_CHUNK, last: Instant::now() }
+        Self { size: SMALLEST, since: Instant::now(), taken: 0 }
     }
 
-    /// Returns the size of the chunk that is asked for now, in bytes.
-    fn next(&mut self, max: usize) -> usize {
+    /// Returns the largest chunk that may be sent now, in bytes.
+    fn limit(&mut self, max: usize) -> usize {
         let now = Instant::now();
-        let is_quick = now.duration_since(self.last) < QUICK;
-        self.last = now;
-        self.size = if is_quick { self.size.saturating_mul(2) } else { SLOW_CHUNK }.min(max);
-        self.size
+        let time = now.duration_since(self.since);
+        if time >= PERIOD {
+            let in_delay = self.taken as u128 * DELAY.as_nanos() / time.as_nanos();
+            self.size = usize::try_from(in_delay).unwrap_or(usize::MAX).max(SMALLEST);
+            (self.since, self.taken) = (now, 0);
+        }
+        self.size.min(max)
+    }
+
+    /// The connection takes a chunk of so many bytes.
+    fn take(&mut self, bytes: usize) {
+        self.taken = self.taken.saturating_add(bytes);
     }
 }
 
@@ -110,8 +124,9 @@ impl ResponseEncoder {
         if self.chunk.is_empty() {
             return None;
         }
-        let most = self.pace.next(self.max_chunk);
+        let most = self.pace.limit(self.max_chunk);
         let data = self.chunk.split_to(self.chunk.len().min(most));
+        self.pace.take(data.len());
         // A chunk has at most 64 KiB.
         frame::put_message_head(self.field, data.len() as u32, &mut self.out);
         if data.len() <= MAX_COPIED {
@@ -133,15 +148,26 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn chunks_grow_while_the_connection_takes_them_quickly() {
+    async fn chunks_have_what_the_connection_takes_in_three_milliseconds() {
         const MAX: usize = 48 * 1024;
         let mut pace = Pace::new();
-        let quick: Vec<_> = (0..4).map(|_| pace.next(MAX)).collect();
-        assert_eq!(quick, [16 * 1024, 32 * 1024, MAX, MAX]);
-        tokio::time::advance(QUICK).await;
-        assert_eq!(pace.next(MAX), SLOW_CHUNK);
-        tokio::time::advance(QUICK - Duration::from_micros(1)).await;
-        assert_eq!(pace.next(MAX), 2 * SLOW_CHUNK);
-        assert_eq!(pace.next(5), 5, "no more than the other end takes");
+        // The time of a period, what is taken in it, in chunks that are asked for at once, and the size then.
+        for (millis, taken, size) in [
+            (4, 1 << 20, MAX),
+            // 10 Mbit/s.
+            (100, 125_000, SMALLEST),
+            // 60 Mbit/s.
+            (10, 75_000, 22_500),
+            (10, 0, SMALLEST),
+        ] {
+            let size_before = pace.limit(MAX);
+            pace.take(taken);
+            tokio::time::advance(PERIOD - Duration::from_micros(1)).await;
+            assert_eq!(pace.limit(MAX), size_before);
+            tokio::time::advance(Duration::from_millis(millis) - PERIOD + Duration::from_micros(1)).await;
+            assert_eq!(pace.limit(MAX), size, "{taken} bytes in {millis} ms");
+        }
+        tokio::time::advance(PERIOD).await;
+        assert_eq!(pace.limit(5), 5, "no more than the other end takes");
     }
 }
