@@ -249,7 +249,7 @@ impl KubernetesApi {
                     return Ok(response);
                 }
                 let credential = self.credential(credential, trust)?;
-                return self.list(about, trust, &credential).await;
+                return Box::pin(self.list(about, trust, &credential)).await;
             }
             Place::Fleet | Place::Ready => {
                 return Err(Failure::refused(
@@ -328,7 +328,8 @@ impl KubernetesApi {
             context,
             closes: (parts.version < Version::HTTP_11).then_some(stream.slot),
         };
-        self.forward(about, body, request).await
+        // Each future that holds this one would have its size, and would be copied with it.
+        Box::pin(self.forward(about, body, request)).await
     }
 
     fn readiness(&self, method: &Method) -> Result<Response<Body>, Failure> {

@@ -343,7 +343,7 @@ impl Router {
                     None => {
                         // A request that no agent could be sent must not wait.
                         info(Binary::Base64)?;
-                        search.anywhere().await?
+                        Box::pin(search.anywhere()).await?
                     }
                 },
             };
