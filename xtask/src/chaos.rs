@@ -61,6 +61,15 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     status(Command::new(&program).args(&args.arguments), &program)
 }
 
+/// Runs the quick set with the programs that the tests have built. They are not optimized, so times are
+/// reported and do not fail. Returns the exit code of `chaos`; `None`: a signal ended it.
+pub(crate) fn quick_of_tests() -> Result<Option<i32>> {
+    let program = workspace::target()?.join("debug/chaos");
+    let mut command = Command::new(&program);
+    let status = command.args(["--quick", "--no-gates"]).status();
+    Ok(status.with_context(|| format!("cannot run {}", program.display()))?.code())
+}
+
 fn status(command: &mut Command, program: &Path) -> Result<ExitCode> {
     let status = command.status().with_context(|| format!("cannot run {}", program.display()))?;
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))

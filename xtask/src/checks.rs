@@ -19,10 +19,13 @@ use devkit::{
 };
 
 use crate::{
-    fuzz, layers, museum, sim,
+    chaos, fuzz, layers, museum, sim,
     suite::{self, Outcome, TestArgs},
     tools, width,
 };
+
+/// How long the quick set of chaos should take at most.
+const QUICK_SET: Duration = Duration::from_secs(240);
 
 const HELP: &str = "\
 Exit codes: 0, every check passed; 1, one failed; 3, none failed, but something could not run here and was skipped.";
@@ -143,6 +146,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
         summary.check("flaws", || flaws(are_built));
         summary.check("informers", || informers(are_built));
         summary.check("sim", || simulate(are_built));
+        summary.check("chaos", || strike(are_built));
         summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
@@ -269,6 +273,25 @@ fn simulate(is_built: bool) -> Result<Verdict> {
     let args = sim::SimArgs::of(&["--seeds", "50", "--within", "90"]);
     let code = if is_built { sim::run_of_tests(&args)? } else { sim::run(&args)? };
     Ok(Verdict::of(code == ExitCode::SUCCESS))
+}
+
+/// Strikes real replicas under load: the quick set, with invariants checked.
+fn strike(are_built: bool) -> Result<Verdict> {
+    if !are_built {
+        return Ok(Verdict::skipped("the tests build the programs and install the tools"));
+    }
+    let began = Instant::now();
+    let code = chaos::quick_of_tests()?;
+    let took = began.elapsed();
+    if took > QUICK_SET {
+        line(format_args!("the quick set took {}, and should take less than {}", human(took), human(QUICK_SET)));
+    }
+    Ok(match code {
+        // Twice the time is no busy machine any more: the set has grown.
+        Some(0) => Verdict::of(took <= 2 * QUICK_SET),
+        Some(code) if code == i32::from(suite::SKIPPED) => Verdict::skipped("see what it says above"),
+        _ => Verdict::Failed,
+    })
 }
 
 fn fuzz() -> Result<Verdict> {

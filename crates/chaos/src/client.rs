@@ -673,7 +673,11 @@ async fn websocket_echo(stream: &mut TcpStream, ping: &[u8; 8]) -> Result<[u8; 8
         }
         Ok(Some((frames::CLOSE, payload))) => Err(format!("Close {}", frames::close_code(&payload))),
         Ok(Some((kind, _))) => Err(format!("a frame of kind {kind}")),
-        Ok(None) => Err("the end without a Close frame".to_owned()),
+        // A reset is told once: if writing was told, reading finds the end.
+        Ok(None) => match written {
+            Err(error) => Err(gone(&error)),
+            Ok(()) => Err("the end without a Close frame".to_owned()),
+        },
         Err(error) => match (error.downcast_ref::<std::io::Error>(), written) {
             (Some(error), _) => Err(gone(error)),
             (None, Err(error)) => Err(gone(&error)),

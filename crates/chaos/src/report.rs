@@ -29,6 +29,8 @@ const PICTURES: &str = "images/chaos";
 pub(crate) struct Form {
     pub(crate) quick: bool,
     pub(crate) tracker: Tracker,
+    /// The programs are not optimized: those of the dev profile.
+    pub(crate) debug: bool,
     /// Times are shown beside their gates, and fail nothing.
     pub(crate) no_gates: bool,
 }
@@ -38,6 +40,9 @@ impl std::fmt::Display for Form {
         f.write_str(if self.quick { "quick" } else { "full" })?;
         if self.tracker == Tracker::Redis {
             write!(f, ", {}", self.tracker.as_str())?;
+        }
+        if self.debug {
+            f.write_str(", debug build")?;
         }
         if self.no_gates {
             f.write_str(", no gates")?;
@@ -76,6 +81,7 @@ pub(crate) fn keep(
     result.notes.clone_from(&finished.notes);
     // Shown to people; nothing is decided by it.
     let now = process::clock::wall();
+    result.machine = machine();
     result.started = now.saturating_sub(finished.took).as_secs();
     result.save(folder, &timeline::svg(&name, scenario.what, history))?;
     print(&result);
@@ -101,6 +107,7 @@ pub(crate) fn keep_failure(
         id: scenario.id.to_owned(),
         form: form.to_string(),
         no_gates: form.no_gates,
+        machine: machine(),
         started: now,
         seed,
         commit: commit.to_owned(),
@@ -109,6 +116,19 @@ pub(crate) fn keep_failure(
     };
     result.save(folder, &timeline::svg(&name, scenario.what, &History::default()))?;
     Ok(Verdict { name, failures })
+}
+
+/// The machine, in words. What it does besides is not known.
+fn machine() -> String {
+    let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let kib = read("/proc/meminfo")
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse::<u64>().ok());
+    let gib = kib.map_or_else(|| "?".to_owned(), |kib| ((kib + (1 << 19)) >> 20).to_string());
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let kernel = kernel.split('-').next().unwrap_or_default().trim();
+    format!("{cores} cores, {gib} GiB, Linux {kernel}")
 }
 
 fn history_file(folder: &Path, history: &History) -> PathBuf {
@@ -194,10 +214,10 @@ mod tests {
 
     #[test]
     fn forms_keep_runs_apart() {
-        let form = Form { quick: true, tracker: Tracker::Gossip, no_gates: false };
+        let form = Form { quick: true, tracker: Tracker::Gossip, debug: false, no_gates: false };
         assert_eq!(form.to_string(), "quick");
-        let form = Form { quick: false, tracker: Tracker::Redis, no_gates: true };
-        assert_eq!(form.to_string(), "full, redis, no gates");
+        let form = Form { quick: false, tracker: Tracker::Redis, debug: true, no_gates: true };
+        assert_eq!(form.to_string(), "full, redis, debug build, no gates");
     }
 
     #[test]

@@ -46,7 +46,7 @@ pub struct ReplicaStatus {
     pub state: ReplicaState,
     /// How healthy it looks from here; `None` for this replica.
     pub health: Option<ReplicaHealth>,
-    /// Generation of its gossip; 0 if it has none.
+    /// Generation of its gossip; 0 if it has none, or has not told of this process yet.
     pub generation: u64,
     /// The position of its announcements, as known here.
     pub mark: Mark,

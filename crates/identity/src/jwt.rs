@@ -1,12 +1,12 @@
 //! Authenticates callers: bearer tokens of requests, and JWTs of GitLab and operators.
 //!
-//! Fails closed: a token that cannot be checked is refused. The reason is written to the debug log and never
-//! sent to the caller.
+//! Fails closed: a token that cannot be checked is refused. The reason is written to the debug log. Only another
+//! replica is told it, if its clock differs.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
-use grpc::{Code, Status};
+use grpc::{Code, Outcome, Status};
 use http::HeaderMap;
 use ids::Actor;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation, errors::ErrorKind};
@@ -20,7 +20,8 @@ use settings::secret::ApiSecret;
 pub const AUDIENCE: &str = "gitlab-kas";
 /// The issuer of tokens of replicas, in the claim `iss`.
 pub const ISSUER: &str = "gitlab-kas";
-/// Maximum difference between the clocks of replicas.
+/// Maximum difference between the clocks of replicas. Each second of it is one in which a stolen token is
+/// valid for longer.
 const REPLICA_LEEWAY: Duration = Duration::from_secs(30);
 
 /// Returns the bearer token of a request.
@@ -47,8 +48,8 @@ pub fn bearer(headers: &HeaderMap) -> Result<&[u8], Status> {
 const REMEMBERED: usize = 1024;
 /// Longest token in bytes that is cached, so that the cache stays small. Longer ones are verified each time.
 const LONGEST_REMEMBERED: usize = 2048;
-/// Minimum time between two log messages about an issuer that is not accepted.
-const ISSUER_LOGGED: Duration = Duration::from_secs(60);
+/// Minimum time between two log messages about an issuer that is not accepted, and about clocks.
+const LOGGED: Duration = Duration::from_secs(60);
 
 /// The signatures that are accepted, and the length in bytes that a secret needs for each: that of the hash
 /// (RFC 7518, section 3.2). For HS256, it is checked when the secret is read. kas of GitLab, 14.1 and 16.5,
@@ -66,8 +67,10 @@ pub struct JwtVerifier {
     /// Maximum clock difference, in seconds.
     leeway: u64,
     verified: Mutex<HashMap<Box<[u8]>, Verified>>,
-    /// When the last message about an issuer that is not accepted was logged.
-    issuer_logged: Mutex<Option<Instant>>,
+    /// Whether the tokens are those of other replicas, which are told when the clocks differ.
+    of_replicas: bool,
+    /// When the last message about an issuer that is not accepted was logged, or about clocks.
+    logged: Mutex<Option<Instant>>,
 }
 
 /// A token with a valid signature.
@@ -93,6 +96,9 @@ struct Claims {
     iss: serde_json::Value,
     #[serde(default)]
     sub: serde_json::Value,
+    /// By the clock of the signer. Any type: no decision depends on it.
+    #[serde(default)]
+    iat: serde_json::Value,
 }
 
 impl Claims {
@@ -116,7 +122,8 @@ impl JwtVerifier {
 
     /// Accepts the tokens of other replicas, signed with any of `secrets`. See [`new`](Self::new).
     pub fn for_replicas(secrets: &[ApiSecret]) -> Self {
-        Self::new(secrets, &[ISSUER.to_owned()], REPLICA_LEEWAY)
+        let verifier = Self::new(secrets, &[ISSUER.to_owned()], REPLICA_LEEWAY);
+        Self { of_replicas: true, ..verifier }
     }
 
     fn with_secrets<'a>(
@@ -141,14 +148,16 @@ impl JwtVerifier {
             keys: keys.collect(),
             leeway: leeway.as_secs(),
             verified: Mutex::default(),
-            issuer_logged: Mutex::default(),
+            of_replicas: false,
+            logged: Mutex::default(),
         }
     }
 
     /// Checks the token of a request and returns its actor.
     ///
     /// # Errors
-    /// `UNAUTHENTICATED`.
+    /// `UNAUTHENTICATED`; for a token of another replica that is of another time with the outcome "not
+    /// started" and a text for people.
     pub fn verify(&self, headers: &HeaderMap) -> Result<Arc<Actor>, Status> {
         let token = bearer(headers)?;
         let now = process::clock::wall().as_secs_f64();
@@ -174,8 +183,13 @@ impl JwtVerifier {
                     return Ok(actor);
                 }
                 Err(error) => {
-                    if matches!(error.kind(), ErrorKind::InvalidIssuer) {
-                        self.log_issuer(token);
+                    match error.kind() {
+                        ErrorKind::InvalidIssuer => self.log_issuer(token),
+                        // Times are checked after the signature: who knows the secret is told.
+                        ErrorKind::ExpiredSignature | ErrorKind::ImmatureSignature if self.of_replicas => {
+                            return Err(self.other_time(token, now));
+                        }
+                        _ => {}
                     }
                     reason = Some(error);
                 }
@@ -191,22 +205,55 @@ impl JwtVerifier {
     }
 
     /// Logs that a token with a valid signature has an issuer that is not in the list. Its signer knows the
-    /// secret, so this is a configuration error, but the caller gets no reason. At most once a minute, as
-    /// every call may cause it.
+    /// secret, so this is a configuration error, but the caller gets no reason.
     fn log_issuer(&self, token: &[u8]) {
-        let now = Instant::now();
-        let mut logged = self.issuer_logged.lock();
-        if logged.is_some_and(|logged| now < logged + ISSUER_LOGGED) {
+        if !self.may_log() {
             return;
         }
-        *logged = Some(now);
-        drop(logged);
         let claims = jsonwebtoken::dangerous::insecure_decode::<Claims>(token);
         let issuer = claims.map(|data| data.claims.actor().issuer.clone()).unwrap_or_default();
         tracing::warn!(
             issuer,
             "refused a token with a valid signature: its issuer is not accepted; is it missing in api.listen.issuers?"
         );
+    }
+
+    /// Returns the status for a token of another replica with a valid signature that is of another time.
+    fn other_time(&self, token: &[u8], now: f64) -> Status {
+        let claims = jsonwebtoken::dangerous::insecure_decode::<Claims>(token).map(|data| data.claims);
+        let signer =
+            claims.as_ref().ok().and_then(|claims| claims.actor().subject.clone()).unwrap_or_default();
+        let apart = claims.ok().and_then(|claims| claims.iat.as_f64()).map(|made| made - now);
+        let (by, ahead) = apart.map_or((0.0, "ahead or behind"), |apart| {
+            (apart.abs().round(), if apart > 0.0 { "ahead" } else { "behind" })
+        });
+        let leeway = self.leeway;
+        if self.may_log() {
+            tracing::warn!(
+                replica = signer,
+                apart_seconds = apart.map(f64::round),
+                "refused a call of another replica: its clock and that of this replica differ by more than 30 s; check \
+                 the time of both hosts"
+            );
+        }
+        let text = format!(
+            "the clock of the replica {signer:?} is {by} s {ahead} of that of this replica, and {leeway} s are allowed: \
+             check the time of both hosts"
+        );
+        // The outcome tells this from a wrong secret, which may be right in a moment: the request of a caller
+        // fails at once with this text.
+        Status::new(Code::Unauthenticated, text).with_outcome(Outcome::NotStarted)
+    }
+
+    /// Whether a message may be logged: at most one in [`LOGGED`], as every call may cause one.
+    fn may_log(&self) -> bool {
+        let now = Instant::now();
+        let mut logged = self.logged.lock();
+        let may = logged.is_none_or(|logged| now >= logged + LOGGED);
+        if may {
+            *logged = Some(now);
+        }
+        may
     }
 
     fn verified(&self) -> MutexGuard<'_, HashMap<Box<[u8]>, Verified>> {
@@ -326,6 +373,29 @@ mod tests {
         verifier.verify(&headers).unwrap();
         let old = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": 1});
         assert!(verifier.verify(&self::headers(&old, &[b's'; 32])).is_err());
+    }
+
+    #[test]
+    fn replicas_are_told_that_their_clocks_differ_and_strangers_are_not() {
+        let dir = tempfile::tempdir().unwrap();
+        verifier(dir.path(), 0);
+        let verifier = JwtVerifier::for_replicas(&[ApiSecret::read(&dir.path().join("secret")).unwrap()]);
+        let now = process::clock::wall().as_secs();
+        let token = |made: u64, secret: &[u8]| {
+            let claims = serde_json::json!({
+                "aud": AUDIENCE, "iss": ISSUER, "sub": "a", "iat": made, "nbf": made - 5, "exp": made + 60,
+            });
+            verifier.verify(&headers(&claims, secret))
+        };
+        for made in [now - 85, now, now + 30] {
+            token(made, &[b's'; 32]).expect("within the leeway");
+        }
+        for (made, expected) in [(now - 3600, " behind of that"), (now + 3600, " ahead of that")] {
+            let status = token(made, &[b's'; 32]).unwrap_err();
+            assert_eq!((status.code(), status.outcome()), (Code::Unauthenticated, Some(Outcome::NotStarted)));
+            assert!(status.message().contains(expected), "{status}");
+            assert_eq!(token(made, &[b'x'; 32]).unwrap_err().message(), "JWT validation failed");
+        }
     }
 
     #[test]

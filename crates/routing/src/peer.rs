@@ -29,7 +29,7 @@ use std::{
 
 use bytes::Bytes;
 use cluster::{Abandoned, Candidate, Mark, Replica, ReplicaHealth, Wire};
-use grpc::{Code, Deadline, Status, format_timeout};
+use grpc::{Code, Deadline, Outcome, Status, format_timeout};
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use ids::{AgentId, ConnectionId, ReplicaId, TokenHash};
@@ -689,6 +689,12 @@ fn refusal(status: Status, headers: &HeaderMap) -> Refusal {
         (Code::FailedPrecondition | Code::Unimplemented | Code::ResourceExhausted, _) => {
             Refusal::Final(status)
         }
+        // The clocks differ, which lasts: unless another owner lends a tunnel, the caller is told at once and
+        // can go to another replica. A wrong secret, which lasts only while secrets are replaced, has no
+        // outcome.
+        (Code::Unauthenticated, _) if status.outcome() == Some(Outcome::NotStarted) => {
+            Refusal::Final(Status::new(Code::Unavailable, status.message()).with_outcome(Outcome::NotStarted))
+        }
         _ => Refusal::Unavailable(format!("{}: {}", status.code(), status.message())),
     }
 }
@@ -735,6 +741,17 @@ mod tests {
         // An earlier build.
         assert_eq!(told(None, None), None);
         assert_eq!(told(Some("1"), None), None);
+    }
+
+    #[test]
+    fn clocks_that_differ_end_a_request_and_another_secret_may_be_right_soon() {
+        let status = |message: &str| Status::new(Code::Unauthenticated, message);
+        let clocks = status("the clock is 3600 s ahead").with_outcome(Outcome::NotStarted);
+        let Refusal::Final(told) = refusal(clocks, &HeaderMap::new()) else { panic!("it is final") };
+        assert_eq!((told.code(), told.outcome()), (Code::Unavailable, Some(Outcome::NotStarted)));
+        assert_eq!(told.message(), "the clock is 3600 s ahead");
+        let secret = refusal(status("JWT validation failed"), &HeaderMap::new());
+        assert!(matches!(secret, Refusal::Unavailable(_)), "{secret:?}");
     }
 
     /// Fails if a borrow request waits for its turn without an end: its caller is then told nothing of the

@@ -343,6 +343,7 @@ async fn build(world: &World, replica: usize, seeds: HashSet<SocketAddr>) -> Res
     let peers = Peers::over(connector, me.id.clone(), credential, None);
     let backend = GossipBackend::new(Parts {
         me: me.clone(),
+        cluster: config.cluster.clone(),
         peers: Arc::clone(&peers),
         metrics: Arc::new(ReplicaMetrics::new(&mut Registry::default())),
         gossip,

@@ -104,7 +104,7 @@ async fn private_api_accepts_only_replicas() -> Result<()> {
     let got = agent.call(agent.request(testkit::raw_agent::CONNECT), &[b""]).await?;
     assert_eq!(got.status.code(), Code::Unauthenticated, "{}", got.status);
     // The private API refuses a watch with a wrong name of this replica.
-    let request = WatchRequest { replica: "x".to_owned(), epoch: 0, version: 0 }.encode_to_vec();
+    let request = WatchRequest { replica: "x".to_owned(), ..WatchRequest::default() }.encode_to_vec();
     let caller = Caller::connect(mesh.private(0), Some(owner.tokens()[0].replace("Bearer ", ""))).await?;
     let got = caller.call(caller.request(WATCH).header("kas-hop-to", "another"), &[&request]).await?;
     assert_eq!(got.status.code(), Code::Unavailable, "{}", got.status);

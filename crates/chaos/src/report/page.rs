@@ -81,6 +81,7 @@ fn rows<'a>(id: &str, results: &'a [RunResult]) -> BTreeMap<&'a str, Row<'a>> {
 /// Returns the page, and the pictures that it shows: the file of each result, and the name of its picture.
 pub(super) fn page(results: &[RunResult]) -> (String, Vec<(String, String)>) {
     let mut out = String::from(HEAD);
+    machines(&mut out, results);
     let mut shown = Vec::new();
     let all: Vec<_> = ALL.iter().map(|scenario| (scenario, rows(scenario.id, results))).collect();
     // Writing to a string does not fail.
@@ -97,6 +98,26 @@ pub(super) fn page(results: &[RunResult]) -> (String, Vec<(String, String)>) {
         }
     }
     (out, shown)
+}
+
+/// Says where all of this was measured, and with which programs.
+fn machines(out: &mut String, results: &[RunResult]) {
+    let mut machines: BTreeMap<&str, usize> = BTreeMap::new();
+    for result in results.iter().filter(|result| !result.machine.is_empty()) {
+        *machines.entry(&result.machine).or_default() += 1;
+    }
+    let machines: Vec<String> =
+        machines.iter().map(|(machine, runs)| format!("{machine} ({runs} runs)")).collect();
+    let debug = results.iter().filter(|result| result.form.contains("debug build")).count();
+    let _ = writeln!(out, "\n{} runs; machines: {}.", results.len(), machines.join("; "));
+    if debug > 0 {
+        let _ = writeln!(
+            out,
+            "{debug} of them ran programs without optimizations, on cores that compilers used too (*debug build*). What \
+             they counted holds; their times are upper bounds, are not held to gates (*no gates*), and are not in the \
+             table of targets."
+        );
+    }
 }
 
 fn verdict(scenario: &Scenario, rows: &BTreeMap<&str, Row<'_>>) -> String {

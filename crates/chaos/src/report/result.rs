@@ -33,6 +33,8 @@ pub(crate) struct RunResult {
     pub(crate) form: String,
     /// Its times fail nothing.
     pub(crate) no_gates: bool,
+    /// The machine, in words.
+    pub(crate) machine: String,
     /// When it began, in seconds since 1970: only shown, and for the order of runs.
     pub(crate) started: u64,
     pub(crate) seed: u64,
@@ -224,7 +226,8 @@ mod tests {
     use super::*;
     use crate::measure::T_KILL;
 
-    const QUICK: Form = Form { quick: true, tracker: crate::table::Tracker::Gossip, no_gates: false };
+    const QUICK: Form =
+        Form { quick: true, tracker: crate::table::Tracker::Gossip, debug: false, no_gates: false };
 
     #[test]
     fn results_accumulate_and_are_read_in_order() {

@@ -103,12 +103,12 @@ pub(super) async fn ended(run: &mut Run) {
     run.measure(&RUDE_EXECS, [f64::from(execs.rude)]);
     run.measure(&EXEC_LIVED, execs.lived.iter().map(|time| time.max(0.0)));
     run.notes.push(format!(
-        "{} upgraded connections ended because a replica left: {} by Close 1001, {} by a reset, {} with the tunnel \
-         of their agent, through a replica that stayed.",
+        "{} upgraded connections ended because a replica left: {} by Close 1001, {} by a reset; {} of them through \
+         a replica that stayed, with the tunnel of their agent.",
         execs.lived.len(),
         execs.closed,
         execs.reset,
-        execs.lost
+        execs.borrowed
     ));
     run.notes.extend(execs.strange.into_iter().take(5));
 }
@@ -120,13 +120,12 @@ struct Execs {
     lived: Vec<f64>,
     /// Those that ended before, or while no replica left.
     early: u32,
-    /// Those with neither Close 1001 nor a reset, of a replica that left.
+    /// Those with neither Close 1001 nor a reset.
     rude: u32,
     closed: u32,
     reset: u32,
-    /// Those through a replica that stayed, whose agent was on the one that left: the tunnel is lost, and
-    /// nobody says why.
-    lost: u32,
+    /// Those through a replica that stayed, whose agent was on the one that left.
+    borrowed: u32,
     /// The first strange ones, in words.
     strange: Vec<String>,
 }
@@ -162,11 +161,11 @@ impl Execs {
             let (closed, reset) = (request.detail == CLOSE_1001, request.detail == RESET);
             execs.lived.extend(lived);
             execs.early += u32::from(early);
-            execs.rude += u32::from(!closed && !reset && !stayed);
-            execs.lost += u32::from(!closed && !reset && stayed);
+            execs.rude += u32::from(!closed && !reset);
+            execs.borrowed += u32::from(stayed);
             execs.closed += u32::from(closed);
             execs.reset += u32::from(reset);
-            if early || !closed && !reset && !stayed {
+            if early || !closed && !reset {
                 execs.strange.push(format!(
                     "The upgraded connection {} for agent {} ended by {:?}, {}.",
                     request.id,
@@ -225,12 +224,12 @@ mod tests {
         // The replica that it went through stayed, and lost the tunnel.
         history.requests.truncate(3);
         history.requests.push(exec(7, 112 * SECOND, "the end", Outcome::Unknown));
-        for (replica, lost) in [("b", 1), ("a", 0)] {
+        for (replica, borrowed) in [("b", 1), ("a", 0)] {
             let (begun, ended, outcome) = (0, 112 * SECOND, Outcome::Unknown);
             let replica = replica.to_owned();
             history.requests[3].attempts = vec![Attempt { replica, begun, ended, outcome }];
             let execs = Execs::of(&history, &drain);
-            assert_eq!((execs.lost, execs.rude), (lost, 1 - lost), "{execs:?}");
+            assert_eq!((execs.borrowed, execs.rude), (borrowed, 1), "{execs:?}");
         }
     }
 }

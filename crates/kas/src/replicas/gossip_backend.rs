@@ -113,6 +113,8 @@ pub fn builder(config: &kas_config::Gossip, name: &str) -> gossip::Builder {
 pub struct Parts {
     /// This replica.
     pub me: Replica,
+    /// The name of its group of replicas. Replicas of other groups get no table.
+    pub cluster: String,
     /// The links to the others.
     pub peers: Arc<Peers>,
     /// What is measured.
@@ -138,6 +140,7 @@ pub struct GossipBackend {
     /// For leases, which do not keep the tracker alive.
     this: Weak<Self>,
     me: Replica,
+    cluster: String,
     /// Gossip sends news at most this often.
     interval: Duration,
     peers: Arc<Peers>,
@@ -221,7 +224,7 @@ impl Inner {
 impl GossipBackend {
     /// Returns the tracker of a replica. It starts to work in [`Backend::run`].
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { me, peers, metrics, gossip, seeds, ttl, interval } = parts;
+        let Parts { me, cluster, peers, metrics, gossip, seeds, ttl, interval } = parts;
         let limits = Limits { ttl, ..Limits::default() };
         // One per process, above those of earlier processes of the same name, unless the clock was set back.
         // Then peers report the higher epoch.
@@ -246,6 +249,7 @@ impl GossipBackend {
             interval,
             own: InMemoryTracker::new(me.clone()),
             me,
+            cluster,
             peers,
             metrics,
             inner: Mutex::new(inner),

@@ -205,6 +205,7 @@ impl Mesh {
         let (credential, peers) = links(&me, secrets, tls)?;
         let backend = GossipBackend::new(gossip_backend::Parts {
             me: me.clone(),
+            cluster: config.gossip.cluster.clone(),
             peers: Arc::clone(&peers),
             metrics: Arc::clone(metrics),
             gossip,

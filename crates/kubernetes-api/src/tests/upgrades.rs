@@ -225,7 +225,7 @@ async fn the_client_gets_the_rest_when_the_api_server_closes() {
 }
 
 #[tokio::test]
-async fn a_reset_by_the_api_server_and_a_lost_tunnel_reset_the_client() {
+async fn a_reset_by_the_api_server_resets_the_client() {
     let mut upgraded = Upgraded::start(SPDY).await;
     upgraded.api.write_all(b"partial").await.unwrap();
     upgraded.client.until("partial").await;
@@ -234,10 +234,29 @@ async fn a_reset_by_the_api_server_and_a_lost_tunnel_reset_the_client() {
     drop(api);
     assert!(client.rest().await.is_err(), "the client sees a reset");
     eventually("it was counted", || lab.metrics.ended_so(Kind::Upgrade, EndedBy::Upstream) == 1).await;
+}
 
+/// As when the replica that lends the tunnel shuts down.
+#[tokio::test]
+async fn a_lost_tunnel_is_told_by_1001_between_two_frames_and_else_by_a_reset() {
     let mut upgraded = Upgraded::start(WEBSOCKET).await;
+    upgraded.api.write_all(b"\x82\x02ok").await.unwrap();
+    let mut got = [0; 4];
+    timeout(SOON, upgraded.client.stream.read_exact(&mut got)).await.unwrap().unwrap();
     upgraded.lab.lose_tunnels();
-    assert!(upgraded.client.rest().await.is_err(), "the client sees a reset");
+    let rest = end_of(&mut upgraded.client.stream).await.expect("a regular end");
+    assert_eq!(rest, [0x88, 2, 3, 233]);
+    upgraded.ended(EndedBy::Tunnel).await;
+    // The rest of a frame cannot come, so that a Close frame would be taken for it.
+    let mut upgraded = Upgraded::start(WEBSOCKET).await;
+    upgraded.api.write_all(b"\x82\x05he").await.unwrap();
+    timeout(SOON, upgraded.client.stream.read_exact(&mut got)).await.unwrap().unwrap();
+    upgraded.lab.lose_tunnels();
+    assert_eq!(upgraded.client.rest().await, Err(String::new()));
+    upgraded.ended(EndedBy::Tunnel).await;
+    let mut upgraded = Upgraded::start(SPDY).await;
+    upgraded.lab.lose_tunnels();
+    assert_eq!(upgraded.client.rest().await, Err(String::new()));
     upgraded.ended(EndedBy::Tunnel).await;
 }
 

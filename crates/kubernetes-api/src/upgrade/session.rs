@@ -46,7 +46,8 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How many bytes are read then.
 const LINGER_BYTES: usize = 256 * 1024;
 
-/// The code of a Close frame: this server shuts down.
+/// The code of a Close frame: this server shuts down, or the tunnel is lost, such as because the replica that
+/// holds it shuts down.
 const GOING_AWAY: u16 = 1001;
 /// The code of a Close frame: a rule of the server does not allow the connection any more.
 const POLICY_VIOLATION: u16 = 1008;
@@ -136,7 +137,15 @@ impl Session {
             End::Decided(verdict) => {
                 self.ending.ended_by(verdict.ended_by());
                 self.link.hold();
-                self.close(verdict).await
+                let code = if verdict == Verdict::Drain { GOING_AWAY } else { POLICY_VIOLATION };
+                self.close(code).await
+            }
+            End::Broken(EndedBy::Tunnel) => {
+                self.ending.ended_by(EndedBy::Tunnel);
+                self.link.hold();
+                // Nothing more comes, such as the rest of a frame.
+                self.reader = None;
+                self.close(GOING_AWAY).await
             }
             End::Broken(by) => {
                 self.ending.ended_by(by);
@@ -253,11 +262,7 @@ impl Session {
     }
 
     /// With WebSocket: tells the client why the connection ends. Returns whether it can end regularly now.
-    async fn close(&mut self, verdict: Verdict) -> bool {
-        let code = match verdict {
-            Verdict::Drain => GOING_AWAY,
-            _ => POLICY_VIOLATION,
-        };
+    async fn close(&mut self, code: u16) -> bool {
         match timeout(CLOSE_TIME, self.write_close(code)).await {
             Ok(closed) => closed.unwrap_or(false),
             Err(_) => false,

@@ -74,6 +74,9 @@ pub struct ReplicaView {
     pub address: Arc<str>,
     /// The highest epoch seen of it.
     pub epoch: Option<Epoch>,
+    /// The generation of gossip that belongs to this epoch; `None` if gossip has not told of this process
+    /// yet. After a quick restart, the stream of the new process may come before its gossip.
+    pub generation: Option<u64>,
     /// What it last announced of itself.
     pub state: ReplicaState,
     /// How healthy it is.
@@ -170,6 +173,7 @@ impl Table {
             replica: replica.clone(),
             address: peer.address.clone(),
             epoch: peer.epoch,
+            generation: peer.told,
             state: peer.state,
             health: peer.health(&self.limits, now),
             synced: peer.synced(),

@@ -76,6 +76,7 @@ impl Table {
             if advanced {
                 peer.proof = peer.proof.max(member.heard);
             }
+            peer.told = Some(member.generation);
             peer.address = member.address.clone();
             if peer.gossip_state != Some(member.state) {
                 peer.gossip_state = Some(member.state);
@@ -144,6 +145,7 @@ impl Table {
         peer.gossip_state = None;
         // Gossip has not heard the new process: its reports on the older one are no vote.
         peer.gossip = GossipVote::Unheard;
+        peer.told = None;
         peer.stream = StreamVote::None;
         peer.failures = 0;
         let link = mem::replace(&mut peer.link, Link::Idle { retry: now });

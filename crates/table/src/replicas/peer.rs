@@ -51,7 +51,10 @@ pub(super) struct Peer {
     pub(super) proof: Instant,
     pub(super) dropped: Option<Instant>,
     pub(super) gossip: GossipVote,
+    /// The highest one, below which reports are ignored.
     pub(super) generation: u64,
+    /// That of the process whose epoch this is; `None` until gossip has named it together with the epoch.
+    pub(super) told: Option<u64>,
     pub(super) gossip_heard: Option<Instant>,
     pub(super) stream: StreamVote,
     pub(super) link: Link,
@@ -72,6 +75,7 @@ impl Peer {
             dropped: None,
             gossip: GossipVote::Unheard,
             generation: 0,
+            told: None,
             gossip_heard: None,
             stream: StreamVote::None,
             link: Link::Idle { retry: now },

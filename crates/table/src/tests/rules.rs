@@ -46,6 +46,40 @@ fn dials(actions: &[Action]) -> Vec<(StreamId, Option<ReplicaId>)> {
     actions.iter().filter_map(dial).collect()
 }
 
+/// A replica restarts quickly: its new table arrives over TCP while gossip still tells of the process before,
+/// or gossip hears it before its table is published.
+#[test]
+fn a_generation_is_told_only_with_the_table_of_its_process() {
+    let told = |lab: &Lab| {
+        let view = lab.table.replicas(lab.now).into_iter().find(|view| view.replica == replica("a"));
+        view.and_then(|view| Some((view.epoch?.0, view.generation))).unwrap()
+    };
+    for gossip_is_first in [false, true] {
+        let mut lab = Lab::synced(3);
+        assert_eq!(told(&lab), (10, Some(1)));
+        let (stream, before) = (lab.stream(), lab.member());
+        lab.restart(20);
+        lab.table.failed(stream, Failure::Ended, lab.now);
+        lab.obey();
+        if gossip_is_first {
+            lab.table.gossip(&[Member { summary: None, ..lab.member() }], lab.now);
+            lab.obey();
+            assert_eq!(told(&lab), (10, Some(1)), "the table is still that of the process before");
+        }
+        while lab.dialled.is_none() {
+            lab.pass(ms(50));
+        }
+        lab.connect();
+        lab.pump();
+        assert_eq!(told(&lab), (20, None));
+        lab.table.gossip(&[Member { heard: lab.now, ..before }], lab.now);
+        lab.obey();
+        assert_eq!(told(&lab), (20, None), "gossip repeats what it knew");
+        lab.gossip();
+        assert_eq!(told(&lab), (20, Some(2)));
+    }
+}
+
 /// An unreadable message, such as a snapshot in the format of a later version.
 #[test]
 fn unreadable_snapshots_are_requested_again_with_growing_delays() {

@@ -146,6 +146,14 @@ impl TableSync for Private {
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let request = request.into_inner();
         let backend = Arc::clone(&self.backend);
+        // Datagrams of other groups are dropped. A stream would merge the groups nevertheless if they share
+        // the secret, and requests would go to agents of another group.
+        if !request.cluster.is_empty() && request.cluster != backend.cluster {
+            return Err(Status::failed_precondition(format!(
+                "the replica {:?} belongs to the group {:?} and this one to {:?}: gossip.cluster differs",
+                request.replica, request.cluster, backend.cluster
+            )));
+        }
         let seen = Epoch(request.epoch);
         let resume = (request.epoch != 0).then_some((seen, Version(request.version)));
         let (news, connections) = (backend.news.subscribe(), backend.own.connection_changes());

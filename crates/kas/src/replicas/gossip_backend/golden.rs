@@ -14,7 +14,9 @@ const EPOCH: u64 = 1_795_302_841_958_032;
 
 /// Returns the bytes of a message as an earlier version wrote them; see `golden/`.
 fn golden(name: &str) -> Vec<u8> {
-    let lines = include_str!("../../../golden/internal-v1.txt").lines();
+    let files =
+        [include_str!("../../../golden/internal-v1.txt"), include_str!("../../../golden/internal-v2.txt")];
+    let lines = files.into_iter().flat_map(str::lines);
     let mut found = lines.filter_map(|line| line.split_once(' ')).filter(|(found, _)| *found == name);
     let (_, hex) = found.next().unwrap_or_else(|| panic!("{name} is there"));
     hex.as_bytes()
@@ -50,9 +52,17 @@ fn messages_of_earlier_versions_are_decoded_and_encoded_in_the_same_way() {
     let replica = "10.0.0.8:8155".to_owned();
     is_read_and_written(
         "watch-request",
-        WatchRequest { replica: replica.clone(), epoch: EPOCH, version: 70_001 },
+        WatchRequest { replica: replica.clone(), epoch: EPOCH, version: 70_001, cluster: String::new() },
     );
-    is_read_and_written("watch-request-new", WatchRequest { replica, epoch: 0, version: 0 });
+    is_read_and_written("watch-request-new", WatchRequest { replica, ..WatchRequest::default() });
+    is_read_and_written(
+        "watch-request-cluster",
+        WatchRequest {
+            replica: "10.0.0.8:8155".to_owned(),
+            cluster: "kas".to_owned(),
+            ..WatchRequest::default()
+        },
+    );
     is_read_and_written("watch-hello", watch(watch_response::Message::Hello(hello(70_001, true))));
     let header =
         table::ChunkHeader { epoch: Epoch(EPOCH), to: Version(70_004), chunk: 3, last: true, count: 4 };

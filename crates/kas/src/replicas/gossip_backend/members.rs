@@ -42,7 +42,10 @@ impl Members {
                 // A member that has not published its address yet cannot be dialled.
                 let address = member.value(key::API)?;
                 let read = self.read.entry(Arc::clone(member.node_id())).or_default();
-                read.generation = member.generation();
+                if read.generation != member.generation() {
+                    // What the generation before has published is not this one's.
+                    *read = Read { generation: member.generation(), ..Read::default() };
+                }
                 // For an unknown state of a later version, the last known state is kept.
                 read.state = member.value(key::STATE).and_then(|word| word.parse().ok()).or(read.state);
                 if let Some(build) = member.value(key::BUILD)

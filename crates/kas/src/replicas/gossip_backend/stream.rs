@@ -68,8 +68,12 @@ async fn open(
     resume: Option<(Epoch, Version)>,
 ) -> Result<(http::Response<RecvBody>, Option<Link>), CallFailure> {
     let (epoch, version) = resume.unwrap_or((Epoch(0), Version(0)));
-    let request =
-        WatchRequest { replica: backend.me.id.as_str().to_owned(), epoch: epoch.0, version: version.0 };
+    let request = WatchRequest {
+        replica: backend.me.id.as_str().to_owned(),
+        epoch: epoch.0,
+        version: version.0,
+        cluster: backend.cluster.clone(),
+    };
     let message = grpc::encode(&request);
     let peers = &backend.peers;
     match replica {
@@ -100,7 +104,7 @@ async fn read(
                 peer = &**address,
                 status = why,
                 "another replica refuses to send its table: check that it is a replica of this cluster, with the same \
-                 private_api.listen.authentication_secret_file"
+                 gossip.cluster and private_api.listen.authentication_secret_file"
             );
         }
         return Failure::Ended;

@@ -43,6 +43,7 @@ async fn alone() -> (Arc<GossipBackend>, tempfile::TempDir) {
     let metrics = Arc::new(ReplicaMetrics::new(&mut Registry::default()));
     let backend = GossipBackend::new(Parts {
         me,
+        cluster: "default".to_owned(),
         peers,
         metrics,
         gossip,
@@ -119,6 +120,7 @@ impl Member for Running {
 /// Binds the ports of a replica and runs it until its runtime ends.
 async fn run(
     name: String,
+    cluster: &str,
     secret: ApiSecret,
     seeds: watch::Sender<HashSet<SocketAddr>>,
 ) -> Arc<GossipBackend> {
@@ -128,6 +130,7 @@ async fn run(
         let listener = Listener::bind(&Address::Tcp("127.0.0.1:0".to_owned())).await.unwrap();
         let bound = listener.local_addr().unwrap();
         let gossip = Gossip::builder(&name)
+            .cluster(cluster)
             .listen(bound)
             .keys(watch::channel(Arc::new(ring.clone())).1)
             .seeds(seeds.subscribe())
@@ -146,6 +149,7 @@ async fn run(
     let metrics = Arc::new(ReplicaMetrics::new(&mut Registry::default()));
     let backend = GossipBackend::new(Parts {
         me: me.clone(),
+        cluster: cluster.to_owned(),
         peers,
         metrics,
         gossip,
@@ -185,7 +189,7 @@ impl contract::Cluster for World {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let secret = ApiSecret::read(&self.path).unwrap();
-        let running = run(name.to_owned(), secret, self.seeds.clone());
+        let running = run(name.to_owned(), "kas", secret, self.seeds.clone());
         let backend = runtime.spawn(running).await.unwrap();
         let mut ready = backend.ready().0;
         ready.wait_for(|ready| *ready).await.unwrap();
@@ -207,4 +211,29 @@ async fn several_replicas_satisfy_the_contract() {
         Arc::new(World { path, seeds, _dir: dir }) as Arc<dyn contract::Cluster>
     })
     .await;
+}
+
+/// Groups of replicas share a secret and know each other's addresses: gossip and table streams keep them
+/// apart.
+#[tokio::test]
+async fn groups_with_different_names_never_mix() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("secret");
+    std::fs::write(&path, base64::prelude::BASE64_STANDARD.encode([7; 32])).unwrap();
+    let secret = || ApiSecret::read(&path).unwrap();
+    let seeds = watch::Sender::new(HashSet::new());
+    let one = run("one".to_owned(), "kas", secret(), seeds.clone()).await;
+    let other = run("other".to_owned(), "another", secret(), seeds.clone()).await;
+    let refused = async |backend: &GossipBackend| {
+        while !backend.alarms().iter().any(|alarm| alarm.contains("gossip.cluster differs")) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let both = async { tokio::join!(refused(&one), refused(&other)) };
+    tokio::time::timeout(Duration::from_secs(20), both).await.expect("both are told why they get no table");
+    for backend in [&one, &other] {
+        let known: Vec<_> = backend.replicas().await.replicas.into_iter().map(|row| row.replica.id).collect();
+        assert_eq!(known, [backend.me.id.clone()]);
+        assert_eq!(*backend.live.borrow(), 1);
+    }
 }
