@@ -6,10 +6,10 @@ use std::{sync::Arc, time::Duration};
 use ids::AgentId;
 use repository::{Content, Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
 
-use crate::{AgentConfigs, Current, path_of, version};
+use crate::{AgentConfigs, Current, kas_path_of, path_of, version};
 
-/// How often files are checked: two checks and reading take less than a second. A check is one `stat` for
-/// each agent with an open stream, or one for the whole repository.
+/// How often files are checked: two checks and reading take less than a second. A check is two `stat`s
+/// for each agent with an open stream, or one for the whole repository.
 const CHECK_INTERVAL: Duration = Duration::from_millis(300);
 
 /// An agent, and what is known of its file.
@@ -17,7 +17,9 @@ struct Known {
     agent: AgentId,
     name: Arc<str>,
     path: RepoPath,
+    kas_path: RepoPath,
     fingerprint: Option<Fingerprint>,
+    kas_fingerprint: Option<Fingerprint>,
 }
 
 impl AgentConfigs {
@@ -37,7 +39,9 @@ impl AgentConfigs {
                             agent: *agent,
                             name: Arc::clone(&entry.name),
                             path: path_of(prefix, &entry.name).ok()?,
+                            kas_path: kas_path_of(prefix, &entry.name).ok()?,
                             fingerprint: entry.fingerprint.clone(),
+                            kas_fingerprint: entry.kas.fingerprint.clone(),
                         })
                     })
                     .collect()
@@ -53,12 +57,19 @@ impl AgentConfigs {
         let paths: Vec<RepoPath> = match repository.versioning() {
             // It is the same for all of them.
             Versioning::Commit => known.iter().take(1).map(|known| known.path.clone()).collect(),
-            Versioning::File => known.iter().map(|known| known.path.clone()).collect(),
+            Versioning::File => {
+                known.iter().flat_map(|known| [known.kas_path.clone(), known.path.clone()]).collect()
+            }
         };
         let fingerprints = repository.fingerprints(&Revision::Head, &paths).await;
         let Some(last) = fingerprints.last().cloned() else { return };
-        let fingerprints = fingerprints.into_iter().chain(std::iter::repeat(last));
-        for (known, now) in known.into_iter().zip(fingerprints) {
+        let mut fingerprints = fingerprints.into_iter().chain(std::iter::repeat(last));
+        for known in known {
+            let (Some(kas), Some(now)) = (fingerprints.next(), fingerprints.next()) else { return };
+            // First, so that a manifest project is never known without what binds it.
+            if kas.is_err() || known.kas_fingerprint.as_ref() != kas.as_ref().ok() {
+                self.read_kas(repository, &known, kas).await;
+            }
             if now.is_ok() && known.fingerprint.as_ref() == now.as_ref().ok() {
                 continue;
             }
@@ -70,6 +81,23 @@ impl AgentConfigs {
             };
             self.publish(known.agent, fingerprint, current);
         }
+    }
+
+    async fn read_kas(
+        &self,
+        repository: &dyn Repository,
+        known: &Known,
+        fingerprint: Result<Fingerprint, Error>,
+    ) {
+        let Known { agent, kas_path, .. } = known;
+        let file = repository.file(&Revision::Head, kas_path, self.limit).await;
+        let content = file.map(|file| if file.version.is_none() { Content::Absent } else { file.content });
+        let (fingerprint, content) = match fingerprint {
+            Ok(fingerprint) => (fingerprint, content),
+            // It was read without one, and is read again by the next check.
+            Err(error) => (Fingerprint::Absent, content.and(Err(error))),
+        };
+        self.publish_kas_yaml(*agent, fingerprint, content, &repository.shown(kas_path));
     }
 
     async fn read(&self, repository: &dyn Repository, known: &Known) -> Result<Current, Error> {

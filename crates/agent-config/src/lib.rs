@@ -1,4 +1,5 @@
-//! The configuration of agents: read from repositories, and sent when it changes.
+//! The configuration of agents: read from repositories, and sent when it changes. `kas.yaml` beside it is
+//! read at the same commit, and is for kas alone.
 //!
 //! A stream is a body with a slot for the next message and needs no task. Only the newest configuration waits
 //! in the slot: an agent that reads slowly skips older ones.
@@ -31,10 +32,13 @@ use http_body::{Body, Frame};
 use ids::{Agent, AgentId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
-use repository::{Commit, Content, Error, Fingerprint, RepoPath, Repository, bare::Bare, folder::Folder};
+use repository::{
+    Commit, Content, Error, Fingerprint, RepoPath, Repository, Revision, bare::Bare, folder::Folder,
+};
 use tokio::{sync::Notify, time::Instant};
 
 use self::{
+    kas_yaml::KasYaml,
     projects::Projects,
     report::{Found, Reports},
 };
@@ -69,6 +73,8 @@ enum Source {
 const PREFIX: &str = ".gitlab/agents/";
 const PREFIX_OF_FOLDER: &str = "agents/";
 const FILE: &str = "/config.yaml";
+/// The file beside it that GitLab does not read.
+const KAS_FILE: &str = "/kas.yaml";
 
 #[derive(Debug)]
 struct Watched {
@@ -80,6 +86,7 @@ struct Watched {
     good: Option<Arc<AgentConfiguration>>,
     /// The last attempt to read the file failed.
     is_failing: bool,
+    kas: KasFile,
     streams: Vec<Weak<ConfigStream>>,
     /// Streams of agents that have another commit than this replica: it may be a newer one.
     unconfirmed: Vec<Weak<ConfigStream>>,
@@ -92,6 +99,22 @@ impl Watched {
         self.unconfirmed.retain(|stream| stream.strong_count() > 0);
         !self.streams.is_empty() || !self.unconfirmed.is_empty()
     }
+}
+
+/// What is known of `kas.yaml` of an agent.
+#[derive(Debug, Default)]
+struct KasFile {
+    fingerprint: Option<Fingerprint>,
+    state: KasState,
+}
+
+/// What `kas.yaml` of an agent says.
+#[derive(Debug, Clone, Default)]
+pub struct KasState {
+    /// The last good file. `None`: the file was not read yet, or there was only a wrong one.
+    pub good: Option<Arc<KasYaml>>,
+    /// Why the current file is not good.
+    pub flaw: Option<String>,
 }
 
 /// The current state of a file.
@@ -181,12 +204,14 @@ impl AgentConfigs {
             current: None,
             good: None,
             is_failing: false,
+            kas: KasFile::default(),
             streams: Vec::new(),
             unconfirmed: Vec::new(),
         });
         if entry.name != agent.name || entry.project != agent.project_id {
             // What was read is of another file.
             (entry.fingerprint, entry.current, entry.good) = (None, None, None);
+            entry.kas = KasFile::default();
             (entry.name, entry.project) = (Arc::clone(&agent.name), agent.project_id);
         }
         // Another replica may have sent a newer commit than this one knows. The repository is checked first,
@@ -217,6 +242,27 @@ impl AgentConfigs {
     /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
     pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
         self.watched().get(&agent.id)?.good.clone()
+    }
+
+    /// Returns what `kas.yaml` of an agent says that has a stream open here. `None`: it is not known.
+    pub fn kas_yaml(&self, agent: &Agent) -> Option<KasState> {
+        Some(self.watched().get(&agent.id)?.kas.state.clone())
+    }
+
+    /// Reads `kas.yaml` of an agent that has no stream open here. `None`: it cannot be read, or it is in a
+    /// project of GitLab, which is read only for agents with streams.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn read_kas_yaml(&self, agent: &Agent) -> Option<KasState> {
+        let Source::Files { repository, prefix } = &self.source else { return None };
+        let path = kas_path_of(prefix, &agent.name).ok()?;
+        let file = repository.file(&Revision::Head, &path, self.limit).await.ok()?;
+        let content = if file.version.is_none() { Content::Absent } else { file.content };
+        Some(match parsed_kas_yaml(content, &repository.shown(&path)) {
+            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None },
+            Err(flaw) => KasState { good: None, flaw: Some(flaw) },
+        })
     }
 
     /// Checks files on this host now instead of at the next interval, because a notice says that they have
@@ -305,6 +351,51 @@ impl AgentConfigs {
         }
     }
 
+    /// Keeps what was read of `kas.yaml` of an agent.
+    fn publish_kas_yaml(
+        &self,
+        agent: AgentId,
+        fingerprint: Fingerprint,
+        content: Result<Content, Error>,
+        shown: &str,
+    ) {
+        let parsed = content.map(|content| parsed_kas_yaml(content, shown));
+        let mut watched = self.watched();
+        let Some(entry) = watched.get_mut(&agent) else { return };
+        let kas = &mut entry.kas;
+        match parsed {
+            Ok(Ok(parsed)) => {
+                kas.fingerprint = Some(fingerprint);
+                if kas.state.good.as_deref() != Some(&parsed) {
+                    kas.state.good = Some(Arc::new(parsed));
+                }
+                kas.state.flaw = None;
+            }
+            Ok(Err(flaw)) => {
+                kas.fingerprint = Some(fingerprint);
+                if kas.state.flaw.as_ref() != Some(&flaw) {
+                    let consequence = match kas.state.good {
+                        Some(_) => "the last good one stays",
+                        None => "no manifests are applied",
+                    };
+                    tracing::warn!(
+                        agent.id = agent.get(),
+                        path = shown,
+                        error = flaw,
+                        consequence,
+                        "kas.yaml of an agent is invalid"
+                    );
+                }
+                kas.state.flaw = Some(flaw);
+            }
+            // What is known stays, and the next check tries again.
+            Err(error) => {
+                tracing::debug!(agent.id = agent.get(), %error, "kas.yaml of an agent cannot be read");
+                kas.fingerprint = None;
+            }
+        }
+    }
+
     /// Parses what was read at `path` of a repository in the version `commit`.
     fn parsed(
         &self,
@@ -348,10 +439,23 @@ impl AgentConfigs {
     }
 }
 
+/// Parses what was read of a file; an absent one has the defaults.
+fn parsed_kas_yaml(content: Content, shown: &str) -> Result<KasYaml, String> {
+    match content {
+        Content::Absent => Ok(KasYaml::default()),
+        content => kas_yaml::parse(&content.into_data(shown).map_err(|error| error.to_string())?),
+    }
+}
+
 /// Returns the path of the file of an agent.
 fn path_of(prefix: &str, name: &str) -> Result<RepoPath, Error> {
     // Names are checked by the identity: they contain no separators or dots.
     RepoPath::new(format!("{prefix}{name}{FILE}")).map_err(|error| Error::User(error.to_string()))
+}
+
+/// Returns the path of `kas.yaml` of an agent.
+fn kas_path_of(prefix: &str, name: &str) -> Result<RepoPath, Error> {
+    RepoPath::new(format!("{prefix}{name}{KAS_FILE}")).map_err(|error| Error::User(error.to_string()))
 }
 
 fn version(commit: Option<Commit>) -> String {

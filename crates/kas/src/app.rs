@@ -493,7 +493,6 @@ impl Kas {
             Arc::clone(&identity),
             Arc::clone(&tunnels),
             Arc::clone(&configs),
-            &config.agent.configuration,
         );
         let planners = Planners::new(planner::Parts {
             me: replica.id.clone(),
@@ -516,6 +515,7 @@ impl Kas {
             Arc::clone(&tracker),
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+            Arc::clone(&held),
         );
         let rate_limit = |name| {
             let limit = RateLimit::new(

@@ -2,7 +2,7 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
-use cluster::{Candidate, Tracker, Wire};
+use cluster::{Candidate, Replica, Tracker, Wire};
 use futures_util::{Stream, stream};
 use grpc::{Code, MessageReader, service::LocalService, service::local_service};
 use ids::{AgentId, ReplicaId};
@@ -12,15 +12,18 @@ use prost::Message;
 use proto::kas::{
     api::v1::{
         ControlSyncRequest, ControlSyncResponse, DiffRequest, DiffResponse, GetSyncRequest, GetSyncResponse,
-        control_sync_request::Action,
+        ListEnvironmentsRequest, control_sync_request::Action,
     },
-    internal::v1::sync_server::{Sync as SyncRpc, SyncServer},
+    internal::v1::{
+        HeldEnvironments,
+        sync_server::{Sync as SyncRpc, SyncServer},
+    },
 };
 use routing::peer::Peers;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use super::convert;
+use super::{HeldAgents, convert};
 
 const GET: &str = "/kas.internal.v1.Sync/Get";
 const CONTROL: &str = "/kas.internal.v1.Sync/Control";
@@ -29,9 +32,9 @@ const DIFF: &str = "/kas.internal.v1.Sync/Diff";
 /// The largest question, in bytes: 20 MiB of files, and their paths.
 pub(crate) const MAX_QUESTION: usize = 24 << 20;
 /// The largest answer, in bytes.
-const MAX_ANSWER: usize = 64 << 20;
+pub(super) const MAX_ANSWER: usize = 64 << 20;
 /// How long another replica may take to say what it knows.
-const KNOWN_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 /// How long it may take to do something.
 const DONE_WITHIN: Duration = Duration::from_secs(3_600);
 /// How long it may take for a diff.
@@ -43,11 +46,12 @@ const ASK: Duration = Duration::from_secs(1);
 
 /// Answers questions about syncs.
 pub struct SyncService {
-    planners: Arc<Planners>,
-    tracker: Arc<dyn Tracker>,
+    pub(super) planners: Arc<Planners>,
+    pub(super) tracker: Arc<dyn Tracker>,
     me: ReplicaId,
     /// `None`: there are no other replicas.
-    peers: Option<Arc<Peers>>,
+    pub(super) peers: Option<Arc<Peers>>,
+    pub(super) held: Arc<HeldAgents>,
 }
 
 impl std::fmt::Debug for SyncService {
@@ -64,8 +68,9 @@ impl SyncService {
         tracker: Arc<dyn Tracker>,
         me: ReplicaId,
         peers: Option<Arc<Peers>>,
+        held: Arc<HeldAgents>,
     ) -> Arc<Self> {
-        Arc::new(Self { planners, tracker, me, peers })
+        Arc::new(Self { planners, tracker, me, peers, held })
     }
 
     /// Returns the service for other replicas.
@@ -189,7 +194,7 @@ impl SyncService {
         let message = grpc::encode(question);
         let mut failure = None;
         for holder in others {
-            let asked = ask(peers, holder, path, message.clone());
+            let asked = ask(peers, &holder.replica, path, message.clone());
             let answer = tokio::time::timeout(within, asked).await.unwrap_or_else(|_| {
                 Err(Status::deadline_exceeded(format!(
                     "replica {} did not answer within {within:?}",
@@ -215,14 +220,14 @@ impl SyncService {
 }
 
 /// Asks another replica.
-async fn ask<A: Message + Default>(
+pub(super) async fn ask<A: Message + Default>(
     peers: &Arc<Peers>,
-    holder: &Candidate,
+    replica: &Replica,
     path: &str,
     message: bytes::Bytes,
 ) -> Result<A, Status> {
-    let unavailable = |text: String| Status::unavailable(format!("replica {}: {text}", holder.replica.id));
-    let answer = peers.peer(&holder.replica).call(path, message).await;
+    let unavailable = |text: String| Status::unavailable(format!("replica {}: {text}", replica.id));
+    let answer = peers.peer(replica).call(path, message).await;
     let answer = answer.map_err(|error| unavailable(process::error::chain(&error)))?;
     if let Some(status) = grpc::Status::from_headers(answer.headers())
         && status.code() != Code::Ok
@@ -319,5 +324,12 @@ impl SyncRpc for Here {
 
     async fn diff(&self, request: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
         self.0.diff_here(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn environments(
+        &self,
+        request: Request<ListEnvironmentsRequest>,
+    ) -> Result<Response<HeldEnvironments>, Status> {
+        self.0.environments_here(request.get_ref()).map(Response::new)
     }
 }

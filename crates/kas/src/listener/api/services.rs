@@ -35,8 +35,8 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListReplicasRequest, ListReplicasResponse, TrackerStatusRequest, TrackerStatusResponse,
-        UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
+        TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -188,7 +188,7 @@ fn unanswered(connected: &Connected) -> Vec<UnansweredReplica> {
     connected.unanswered.iter().map(unanswered_replica).collect()
 }
 
-fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
+pub(crate) fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
     UnansweredReplica { address: Some(address(&missing.replica.address)), reason: missing.reason.clone() }
 }
 
@@ -568,6 +568,13 @@ impl KasApi for Api {
     ) -> Result<tonic::Response<DiffResponse>, tonic::Status> {
         record_agent(&request, request.get_ref().agent_id);
         self.sync.diff(request.into_inner()).await.map(tonic::Response::new)
+    }
+
+    async fn list_environments(
+        &self,
+        request: tonic::Request<ListEnvironmentsRequest>,
+    ) -> Result<tonic::Response<ListEnvironmentsResponse>, tonic::Status> {
+        self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
     }
 }
 
