@@ -246,6 +246,22 @@ The API server makes the diff by a dry run, so nothing is written. Of Secrets on
 are shown. Exit codes are those of kubectl diff: 0 without changes, 1 with changes, above that with errors.
 
 JSON is one line for each change: {\"action\", \"object\": {\"group\", \"kind\", \"namespace\", \"name\"}, \"file\", \"diff\", \"error\"}";
+const ENVIRONMENTS_HELP: &str = "\
+Examples:
+  kasctl environments                       all of them, with a row for each agent
+  kasctl environments review/my-branch      those that an agent must stand for to deploy it: also review/*
+  kasctl environments -o json | jq -r '.agents[] | select(.sync == \"failed\").name'
+
+An agent names its environments in kas.yaml beside its configuration file. CONNECTED is the number of its pods. \
+SYNC is the worst state of its manifest projects: failed, degraded, waiting, syncing or synced; PROJECTS are those \
+that are synced, and all. Of agents that are not connected, only those are listed whose files kas has on its own \
+host. If a replica did not answer, the exit code is 6.
+
+JSON is one document, and stable: fields may be added, but are not changed or removed.
+  {\"environments\": [{\"name\", \"agents\": [id]}],
+   \"agents\": [{\"id\", \"name\", \"project_id\", \"connections\", \"namespaces\": [], \"flaw\", \"sync\",
+               \"message\", \"projects\", \"synced\", \"to_prune\"}],
+   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
 const COMPLETIONS_HELP: &str = "\
 Examples:
   source <(kasctl completions bash)
@@ -352,6 +368,9 @@ pub(crate) enum Command {
     /// Show what a sync of a manifest project would change in the cluster
     #[command(after_help = DIFF_HELP)]
     Diff(DiffArgs),
+    /// List the environments that agents stand for, and how their manifests fare
+    #[command(after_help = ENVIRONMENTS_HELP)]
+    Environments(EnvironmentsArgs),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
@@ -514,6 +533,17 @@ pub(crate) struct DiffArgs {
     /// The commit that was applied last: what was changed in the cluster since then
     #[arg(long, group = "of")]
     pub(crate) live: bool,
+}
+
+/// Arguments of `environments`.
+#[derive(Debug, Args)]
+pub(crate) struct EnvironmentsArgs {
+    /// Only this environment, such as production or review/my-branch
+    #[arg(value_name = "ENVIRONMENT")]
+    pub(crate) environment: Option<String>,
+    /// Only agents of this configuration project
+    #[arg(long, value_name = "ID", value_parser = clap::value_parser!(i64).range(1..))]
+    pub(crate) project: Option<i64>,
 }
 
 /// Arguments of `request`.

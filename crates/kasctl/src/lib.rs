@@ -11,6 +11,7 @@ mod credential;
 mod credential_source;
 mod diff;
 mod duration;
+mod environments;
 mod explain;
 mod failure;
 mod file_error;
