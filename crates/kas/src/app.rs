@@ -489,11 +489,7 @@ impl Kas {
                 Box::new(move |agent| Some(identity.agent(agent)?.project_id)),
             )
         };
-        let held = HeldAgents::new(
-            Arc::clone(&identity),
-            Arc::clone(&tunnels),
-            Arc::clone(&configs),
-        );
+        let held = HeldAgents::new(Arc::clone(&identity), Arc::clone(&tunnels), Arc::clone(&configs));
         let planners = Planners::new(planner::Parts {
             me: replica.id.clone(),
             tracker: Arc::clone(&tracker),
@@ -505,7 +501,7 @@ impl Kas {
                 tunnels: config.agent.listen.max_tunnels_per_agent as usize,
                 me: replica.id.clone(),
             }),
-            metrics: planner_metrics,
+            metrics: Arc::clone(&planner_metrics),
             applier: sync::applier(&config.agent.gitops),
             limits: sync::limits(&config.agent.gitops),
             timing: planner::Timing::default(),
@@ -548,12 +544,16 @@ impl Kas {
         if let Some(gitlab) = &gitlab {
             parts.add(Part::default().service(Arc::new(GitlabAccess::new(Arc::clone(gitlab)))));
         }
-        if let Some(flux) = git.flux(&pushes, lifecycle.watch()) {
+        let (usage, reports) = git::usage(&config, gitlab.as_ref(), planner_metrics).unzip();
+        if let Some(reports) = reports {
+            parts.add(Part::default().task(reports));
+        }
+        if let Some(flux) = git.flux(&pushes, lifecycle.watch(), usage.clone()) {
             parts.add(Part::default().service(flux));
         }
         parts.add(
             Part::default()
-                .service(git.manifests(&config, lifecycle.watch()))
+                .service(git.manifests(&config, lifecycle.watch(), usage.clone()))
                 .task(Arc::clone(&git.repositories).run())
                 .task(Arc::clone(&pushes).tell(Arc::clone(&tracker), peers)),
         );
@@ -614,7 +614,9 @@ impl Kas {
                 router: Arc::clone(&router),
                 identity: Arc::clone(&identity),
                 gitlab: users.gitlab.clone(),
+                usage,
                 tracker: Arc::clone(&tracker),
+                sync: Arc::clone(&sync),
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),

@@ -3,6 +3,7 @@
 
 mod agents;
 mod convert;
+mod diffs;
 mod environments;
 mod service;
 mod sources;

@@ -24,8 +24,10 @@ pub(crate) use self::{
 use crate::{
     address::Address,
     api::Settings,
+    credential_source::Source,
     duration,
     failure::Failure,
+    kas_url::KasUrl,
     link::TlsOptions,
     target::{self, Header, Target},
 };
@@ -38,6 +40,7 @@ Examples:
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
+  kasctl environments               the environments of agents, and how their manifests fare
   kasctl probe 7 --for 10m          would a user notice what you are about to do to kas?
   kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
                                     a context of kubectl for each agent that the token reaches
@@ -241,6 +244,8 @@ Examples:
   kasctl diff 7 --project group/manifests --path manifests  what the files of a folder would change
   kasctl diff 7 --project group/manifests --live            what was changed in the cluster by hand
   kasctl diff 7 --project group/manifests --ref main -o json
+  kasctl diff 7 --project group/manifests --path . --url https://kas.example.com/ --ci
+                                                            in a CI job, with its rights in the cluster
 
 The API server makes the diff by a dry run, so nothing is written. Of Secrets only the names of changed keys \
 are shown. Exit codes are those of kubectl diff: 0 without changes, 1 with changes, above that with errors.
@@ -533,6 +538,38 @@ pub(crate) struct DiffArgs {
     /// The commit that was applied last: what was changed in the cluster since then
     #[arg(long, group = "of")]
     pub(crate) live: bool,
+    #[command(flatten)]
+    pub(crate) at: DiffAt,
+}
+
+/// The Kubernetes API endpoint, for a diff without the secret of the API listener.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Without the API secret")]
+pub(crate) struct DiffAt {
+    /// URL of the Kubernetes API endpoint of kas: ask there, with --path and a credential, and with its rights
+    #[arg(long, value_name = "URL", requires = "path", requires = "credential")]
+    pub(crate) url: Option<KasUrl>,
+    /// The token of the CI job of GitLab in which this runs: $CI_JOB_TOKEN
+    #[arg(long, group = "credential", requires = "url")]
+    ci: bool,
+    /// File with a token that is sent as it is, such as one of 'kasctl token user'
+    #[arg(long, value_name = "FILE", group = "credential", requires = "url", value_hint = ValueHint::FilePath)]
+    token_file: Option<PathBuf>,
+    /// File with a personal access token of GitLab with the scope k8s_proxy
+    #[arg(long, value_name = "FILE", group = "credential", requires = "url", value_hint = ValueHint::FilePath)]
+    pat_file: Option<PathBuf>,
+}
+
+impl DiffAt {
+    /// Returns the source of the credential.
+    pub(crate) fn source(&self) -> Source {
+        match self {
+            Self { token_file: Some(file), .. } => Source::TokenFile(file.clone()),
+            Self { pat_file: Some(file), .. } => Source::PatFile(file.clone()),
+            // One of them is required.
+            Self { .. } => Source::Ci,
+        }
+    }
 }
 
 /// Arguments of `environments`.

@@ -7,6 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use process::clock;
 use proto::kas::api::v1::{
     DiffChange, DiffRequest, DiffResponse,
     diff_request::{File, Files, Of},
@@ -16,6 +17,7 @@ use serde::Serialize;
 use crate::{
     api::{self, Client},
     cli::{DiffArgs, Format, Global},
+    diff_at,
     explain::CallKind,
     failure::{Exit, Failure},
     file_error::FileError,
@@ -55,6 +57,13 @@ async fn diff(global: Global, output: Output, args: DiffArgs) -> Result<Exit, Fa
     let format = global.output;
     // Files are read before kas is called.
     let files = args.path.as_deref().map(read).transpose()?;
+    if let (Some(url), Some(files)) = (&args.at.url, &files) {
+        let limit = global.timeout.unwrap_or(TIMEOUT);
+        let token = args.at.source().token(Some(args.agent), clock::wall()).await?;
+        let of = (args.agent, args.project.as_str());
+        let answer = diff_at::fetch(url, &global.tls(), &token, of, files, limit).await?;
+        return print(output, &answer, format).await;
+    }
     api::with_client(global.settings(), async |client| {
         Box::pin(ask(client, output, args, files, format)).await
     })

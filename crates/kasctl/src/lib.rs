@@ -10,6 +10,7 @@ mod cli;
 mod credential;
 mod credential_source;
 mod diff;
+mod diff_at;
 mod duration;
 mod environments;
 mod explain;

@@ -143,7 +143,8 @@ async fn kas_yaml_is_read_at_the_same_commit_and_the_last_good_one_stays() {
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("kas.yaml"), content).unwrap();
     };
-    let agent = |id: i64| Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
+    let agent =
+        |id: i64| Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
     kas_yaml("environments: [production]");
     s.push(&[("a1", "")]);
     let (mut one, mut two) = (s.subscribe(1, ""), s.subscribe(2, ""));

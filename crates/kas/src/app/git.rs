@@ -1,15 +1,23 @@
 //! Builds what reads repositories: the client of Gitaly, the repositories that agents need, and the service
 //! for their manifests.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use git_sources::{
     AskAgain, GitLabProjects, Repositories,
     access::{Access, ReadProject, Times, VerifyProject},
 };
+use gitlab::usage::Usage;
 use http::HeaderValue;
 use identity::gitlab::GitLabIdentity;
 use net::tls::{self, Live};
+use planner::PlannerMetrics;
 use process::{files::Snapshot, lifecycle::Phase, version};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
@@ -107,13 +115,41 @@ impl Git {
     }
 
     /// Returns the service for Flux; `None`: there is no GitLab that reports pushes.
-    pub(super) fn flux(&self, pushes: &Arc<Pushes>, phase: watch::Receiver<Phase>) -> Option<Arc<Flux>> {
-        Some(Arc::new(Flux::new(Arc::clone(pushes), Arc::clone(self.known.as_ref()?), phase)))
+    pub(super) fn flux(
+        &self,
+        pushes: &Arc<Pushes>,
+        phase: watch::Receiver<Phase>,
+        usage: Option<Arc<Usage>>,
+    ) -> Option<Arc<Flux>> {
+        Some(Arc::new(Flux::new(Arc::clone(pushes), Arc::clone(self.known.as_ref()?), phase, usage)))
     }
 
     /// Returns the service for the manifests of agents.
-    pub(super) fn manifests(&self, config: &Config, phase: watch::Receiver<Phase>) -> Arc<Manifests> {
+    pub(super) fn manifests(
+        &self,
+        config: &Config,
+        phase: watch::Receiver<Phase>,
+        usage: Option<Arc<Usage>>,
+    ) -> Arc<Manifests> {
         let repositories = Arc::clone(&self.repositories);
-        Arc::new(Manifests::new(repositories, self.access.clone(), config.agent.gitops.clone(), phase))
+        let gitops = config.agent.gitops.clone();
+        Arc::new(Manifests::new(repositories, self.access.clone(), gitops, phase, usage))
     }
+}
+
+/// Returns what counts usage for GitLab, and the task that reports it. `None`: it is not reported.
+pub(super) fn usage(
+    config: &Config,
+    gitlab: Option<&Arc<gitlab::Client>>,
+    planner: Arc<PlannerMetrics>,
+) -> Option<(Arc<Usage>, impl Future<Output = ()> + use<>)> {
+    let period = config.observability.usage_reporting_period;
+    let client = Arc::clone(gitlab.filter(|_| !period.is_zero())?);
+    let usage = Arc::new(Usage::default());
+    let counted = AtomicU64::new(0);
+    let report = Arc::clone(&usage).report(client, period, move |usage| {
+        let now = planner.completed();
+        usage.count_syncs(now.saturating_sub(counted.swap(now, Ordering::Relaxed)));
+    });
+    Some((usage, report))
 }

@@ -60,6 +60,8 @@ pub struct Manifests {
     access: Option<Arc<Access<ReadProject>>>,
     config: kas_config::Gitops,
     phase: watch::Receiver<Phase>,
+    /// `None`: usage is not reported.
+    usage: Option<Arc<Usage>>,
 }
 
 impl Manifests {
@@ -69,8 +71,9 @@ impl Manifests {
         access: Option<Arc<Access<ReadProject>>>,
         config: kas_config::Gitops,
         phase: watch::Receiver<Phase>,
+        usage: Option<Arc<Usage>>,
     ) -> Self {
-        Self { repositories, access, config, phase }
+        Self { repositories, access, config, phase, usage }
     }
 
     fn limits(&self) -> Limits {
@@ -248,6 +251,9 @@ impl Call {
                         sent,
                         "manifests were sent"
                     );
+                    if let Some(usage) = &self.service.usage {
+                        usage.count_syncs(1);
+                    }
                     self.state = State::Sent;
                     Some(self.frame(Message::Trailer(Trailer {})))
                 }

@@ -22,7 +22,7 @@ use super::{
     SyncService,
     service::{KNOWN_WITHIN, MAX_ANSWER, ask},
 };
-use crate::listener::api::{connected, unanswered_replica};
+use crate::connected::{connected, unanswered_replica};
 
 pub(super) const ENVIRONMENTS: &str = "/kas.internal.v1.Sync/Environments";
 
@@ -161,9 +161,7 @@ impl SyncService {
                 continue;
             }
             let Some(mut taken) = wanted.take(&agent, &state) else { continue };
-            if let (Some(told), Some(known)) =
-                (&mut taken.agent, self.planners.get(agent.id, None, false))
-            {
+            if let (Some(told), Some(known)) = (&mut taken.agent, self.planners.get(agent.id, None, false)) {
                 summarize(told, &known);
             }
             found.insert(agent.id.get(), taken);
@@ -190,9 +188,9 @@ impl SyncService {
         for told in told {
             merge(&mut found, told.agents);
         }
-        let reading = self.held.files_of_others(|agent| {
-            wanted.is_of_project(agent) && !found.contains_key(&agent.id.get())
-        });
+        let reading = self
+            .held
+            .files_of_others(|agent| wanted.is_of_project(agent) && !found.contains_key(&agent.id.get()));
         let others = tokio::time::timeout(KNOWN_WITHIN, reading).await.map_err(|_| {
             Status::deadline_exceeded(
                 "the files of agents that are not connected could not be read in time: ask for one project",
@@ -296,8 +294,7 @@ mod tests {
     fn a_name_finds_itself_and_the_patterns_that_match_it() {
         let file = state("environments: [production, 'review/*']\nnamespaces: [shop]");
         let take = |environment: &str| {
-            let request =
-                ListEnvironmentsRequest { environment: environment.to_owned(), project_id: 0 };
+            let request = ListEnvironmentsRequest { environment: environment.to_owned(), project_id: 0 };
             let taken = Wanted::of(&request).unwrap().take(&agent(1), &file);
             taken.map(|taken| taken.environments)
         };

@@ -5,7 +5,7 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use cluster::{Candidate, Replica, Tracker, Wire};
 use futures_util::{Stream, stream};
 use grpc::{Code, MessageReader, service::LocalService, service::local_service};
-use ids::{AgentId, ReplicaId};
+use ids::{AgentId, Impersonation, ReplicaId};
 use planner::{Control, Planners, home};
 use process::lifecycle::Phase;
 use prost::Message;
@@ -15,7 +15,7 @@ use proto::kas::{
         ListEnvironmentsRequest, control_sync_request::Action,
     },
     internal::v1::{
-        HeldEnvironments,
+        DiffForRequest, HeldEnvironments,
         sync_server::{Sync as SyncRpc, SyncServer},
     },
 };
@@ -28,6 +28,7 @@ use super::{HeldAgents, convert};
 const GET: &str = "/kas.internal.v1.Sync/Get";
 const CONTROL: &str = "/kas.internal.v1.Sync/Control";
 const DIFF: &str = "/kas.internal.v1.Sync/Diff";
+const DIFF_FOR: &str = "/kas.internal.v1.Sync/DiffFor";
 
 /// The largest question, in bytes: 20 MiB of files, and their paths.
 pub(crate) const MAX_QUESTION: usize = 24 << 20;
@@ -139,17 +140,36 @@ impl SyncService {
     pub(crate) async fn diff(&self, request: DiffRequest) -> Result<DiffResponse, Status> {
         let agent = agent(request.agent_id)?;
         if self.planners.get(agent, Some(&request.project), false).is_some() {
-            return self.diff_here(request).await;
+            return self.diff_here(request, None).await;
         }
         self.elsewhere(agent, DIFF, &request, DIFF_WITHIN).await
     }
 
-    async fn diff_here(&self, request: DiffRequest) -> Result<DiffResponse, Status> {
+    /// Makes a diff at the home of the agent, with the rights of an identity.
+    pub(super) async fn diff_for(
+        &self,
+        request: DiffRequest,
+        run_as: Impersonation,
+    ) -> Result<DiffResponse, Status> {
+        let agent = agent(request.agent_id)?;
+        if self.planners.get(agent, Some(&request.project), false).is_some() {
+            return self.diff_here(request, Some(run_as)).await;
+        }
+        let run_as = Some(convert::impersonation(run_as));
+        let request = DiffForRequest { diff: Some(request), run_as };
+        self.elsewhere(agent, DIFF_FOR, &request, DIFF_WITHIN).await
+    }
+
+    async fn diff_here(
+        &self,
+        request: DiffRequest,
+        run_as: Option<Impersonation>,
+    ) -> Result<DiffResponse, Status> {
         let agent = agent(request.agent_id)?;
         let project = request.project.clone();
         let of = convert::diff_of(request)?;
-        let diff = self.planners.diff(agent, &project, of).await.map_err(|error| convert::status(&error))?;
-        Ok(convert::diff(diff))
+        let made = self.planners.diff(agent, &project, of, run_as).await;
+        Ok(convert::diff(made.map_err(|error| convert::status(&error))?))
     }
 
     /// Returns the state of an agent's projects, and again after each change.
@@ -323,7 +343,14 @@ impl SyncRpc for Here {
     }
 
     async fn diff(&self, request: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
-        self.0.diff_here(request.into_inner()).await.map(Response::new)
+        self.0.diff_here(request.into_inner(), None).await.map(Response::new)
+    }
+
+    async fn diff_for(&self, request: Request<DiffForRequest>) -> Result<Response<DiffResponse>, Status> {
+        let DiffForRequest { diff, run_as } = request.into_inner();
+        let diff = diff.ok_or_else(|| Status::invalid_argument("diff is needed"))?;
+        let run_as = run_as.map(convert::identity).transpose()?;
+        self.0.diff_here(diff, run_as).await.map(Response::new)
     }
 
     async fn environments(

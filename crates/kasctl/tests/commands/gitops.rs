@@ -1,8 +1,12 @@
 //! `kasctl gitops`, `diff` and `environments`.
 
+use std::sync::Arc;
+
+use http_body_util::BodyExt as _;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::fake::{Run, Server};
+use crate::fake::{Run, Server, https::serve};
 use crate::json_of;
 
 fn cells(run: &Run) -> Vec<Vec<String>> {
@@ -155,6 +159,62 @@ async fn a_diff_of_a_folder_sends_its_manifests() {
     );
     let run = server.run(&["diff", "7", "--project", "group/web", "--path", "/does/not/exist"]).await;
     assert!(run.expect_exit(2).stderr.contains("/does/not/exist"));
+}
+
+#[tokio::test]
+async fn a_job_gets_a_diff_of_its_files_by_the_endpoint() {
+    let server = Server::start().await;
+    let ca = server.dir.path().join("ca.pem");
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let address = serve(&ca, {
+        let seen = Arc::clone(&seen);
+        move |request: hyper::Request<hyper::body::Incoming>| {
+            let seen = Arc::clone(&seen);
+            async move {
+                let (head, body) = request.into_parts();
+                let body = body.collect().await.unwrap().to_bytes();
+                let token = head.headers["authorization"].to_str().unwrap().to_owned();
+                let is_known = token == "Bearer ci:7:job";
+                seen.lock().push((format!("{} {}", head.method, head.uri), token, body));
+                let object = json!({"group": "", "kind": "ConfigMap", "namespace": "shop", "name": "a"});
+                let change = json!({
+                    "action": "update", "object": object, "file": "a.yaml", "diff": "-x\n+y\n", "error": "",
+                });
+                let (status, answer) = match is_known {
+                    true => (200, json!({"changes": [change], "unchanged": 1, "warnings": []})),
+                    false => (403, json!({"kind": "Status", "message": "no access"})),
+                };
+                hyper::Response::builder().status(status).body(answer.to_string().into()).unwrap()
+            }
+        }
+    })
+    .await;
+    let folder = server.dir.path().join("manifests");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("a.yaml"), "a: 1\n").unwrap();
+    let url = format!("https://{address}/k8s");
+    let (path, ca) = (folder.to_str().unwrap(), ca.to_str().unwrap());
+    let diff = ["diff", "7", "--project", "group/web", "--path", path, "--url", &url, "--ca-file", ca];
+    let run = async |more: &[&str], token: &str| {
+        let line = [&diff, more].concat();
+        server.run_with(&line, |command| drop(command.env("CI_JOB_TOKEN", token))).await
+    };
+    let made = run(&["--ci"], "job").await.expect_exit(1);
+    assert_eq!(made.stdout, "# update ConfigMap shop/a (a.yaml)\n-x\n+y\n");
+    {
+        let seen = seen.lock();
+        let (line, token, body) = &seen[0];
+        assert_eq!(line, "POST /fleet/diff?agent=7&project=group%2Fweb");
+        assert_eq!(token, "Bearer ci:7:job");
+        let body: Value = serde_json::from_slice(body).unwrap();
+        assert_eq!(body, json!({"files": [{"path": "a.yaml", "content": "a: 1\n"}]}));
+    }
+    let refused = run(&["--ci"], "other").await.expect_exit(4);
+    assert!(refused.stderr.contains("no access") && !refused.stderr.contains("ci:7"), "{refused:?}");
+    // Without a credential, and with what only the API listener does.
+    assert!(run(&[], "job").await.expect_exit(2).stderr.contains("--ci"));
+    let live = ["diff", "7", "--project", "group/web", "--live", "--url", &url, "--ci"];
+    server.run(&live).await.expect_exit(2);
 }
 
 #[tokio::test]
