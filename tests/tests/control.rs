@@ -209,8 +209,9 @@ async fn configuration_of_a_repository_is_pushed_with_its_commit() -> Result<()>
     let config = json!({ "agent": { "configuration": { "git": bare } } });
     let kas = Kas::start_with_config(config).await?;
     let agent = RawAgent::connect(kas.agent, &token(1), Kind::Ours).await?;
-    // The operator has to fix a repository without a commit: the stream waits.
+    // A repository without a commit is like one without the file: the agent gets the defaults.
     let mut configuration = agent.configuration("").await?;
+    assert_eq!(pushed(&mut configuration, LoggingLevelEnum::Info).await?, "0".repeat(40));
     let first = commit(&work, Some(&yaml("debug")))?;
     assert_eq!(pushed(&mut configuration, LoggingLevelEnum::Debug).await?, first);
     let second = commit(&work, Some(&yaml("warn")))?;

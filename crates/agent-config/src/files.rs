@@ -4,7 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use ids::AgentId;
-use repository::{Content, Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
+use repository::{Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
 
 use crate::{AgentConfigs, Current, kas_path_of, path_of, version};
 
@@ -104,7 +104,6 @@ impl AgentConfigs {
         let Known { name, path, .. } = known;
         let file = repository.file(&Revision::Head, path, self.limit).await?;
         let place = || repository.place(&Revision::Head, path);
-        let content = if file.version.is_none() { Content::Absent } else { file.content };
-        Ok(self.parsed(name, version(file.version), content, &repository.shown(path), place))
+        Ok(self.parsed(name, version(file.version), file.content, &repository.shown(path), place))
     }
 }

@@ -871,6 +871,8 @@ async fn a_request_whose_tunnel_is_lost_has_no_end_for_who_reads_it_later() {
     let exchange = linked.tunnel.begin(with_method(&caller), Deadline::NONE).expect("the tunnel is free");
     told(&linked, Progress::Busy).await;
     drop(exchange);
+    // The connection is lost, and the call on it fails.
+    linked.control.failed();
     told(&linked, Progress::Ended).await;
     let body = kept.lock().unwrap().take().expect("the handler was called");
     assert!(!body.is_end_stream());

@@ -138,11 +138,15 @@ def execs(core, namespace, pod, **_):
     got = (command.read_stdout(), command.read_stderr(), command.returncode)
     check("outputs and exit code", got == ("out\n", "err\n", 7), got)
 
-    command = run(core, namespace, pod, "for n in 1 2; do read line; echo got $line; done", stdin=True)
+    # The command ends only when it is told to: if the end arrives together with a line, readline_stdout
+    # returns nothing.
+    script = "for n in 1 2; do read line; echo got $line; done; read end"
+    command = run(core, namespace, pod, script, stdin=True)
     for word in ("one", "two"):
         command.write_stdin(f"{word}\n")
         got = command.readline_stdout(timeout=WITHIN)
         check("an answer", got == f"got {word}", got)
+    command.write_stdin("end\n")
     command.run_forever(timeout=WITHIN)
     check("the end", command.returncode == 0, command.returncode)
 

@@ -286,6 +286,19 @@ fn possible(metric: &str, label: &str) -> Vec<String> {
     }
 }
 
+/// Returns a list of revoked certificates that is empty and valid for some years.
+fn no_revocations(issuer: &rcgen::Issuer<'_, rcgen::KeyPair>) -> Result<String> {
+    let list = rcgen::CertificateRevocationListParams {
+        this_update: rcgen::date_time_ymd(2024, 1, 1),
+        next_update: rcgen::date_time_ymd(2124, 1, 1),
+        crl_number: rcgen::SerialNumber::from(1),
+        issuing_distribution_point: None,
+        revoked_certs: Vec::new(),
+        key_identifier_method: rcgen::KeyIdMethod::Sha256,
+    };
+    Ok(list.signed_by(issuer)?.pem()?)
+}
+
 #[tokio::test]
 async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have() -> Result<()> {
     // Two replicas and a request from one to the other, an unknown token, a GitLab, and an agentk.
@@ -300,18 +313,26 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     assert!(unknown.tunnel().await.is_err());
     let gitlab = GitLab::start().await?;
     gitlab.know(&token(1), 1, "agent-1", 7);
-    // It also has a certificate, for a listener that is not used here.
+    // It also has a certificate and a list of revoked ones, for listeners that are not used here.
     let dir = tempfile::tempdir()?;
     let (certificate, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+    let crl = dir.path().join("users-crl.pem");
     let pair = rcgen::KeyPair::generate()?;
-    fs::write(
-        &certificate,
-        rcgen::CertificateParams::new(vec!["kas".to_owned()])?.self_signed(&pair)?.pem(),
-    )?;
+    let mut params = rcgen::CertificateParams::new(vec!["kas".to_owned()])?;
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign, rcgen::KeyUsagePurpose::CrlSign];
+    fs::write(&certificate, params.self_signed(&pair)?.pem())?;
     fs::write(&key, pair.serialize_pem())?;
     fs::set_permissions(&key, fs::Permissions::from_mode(0o600))?;
+    fs::write(&crl, no_revocations(&rcgen::Issuer::new(params, pair))?)?;
     let mut config = gitlab.config();
-    merge(&mut config, json!({ "api": { "listen": { "certificate_file": certificate, "key_file": key } } }));
+    let listen = json!({ "certificate_file": certificate, "key_file": key });
+    merge(
+        &mut config,
+        json!({ "api": { "listen": listen }, "agent": { "kubernetes_api": { "listen": listen } } }),
+    );
+    let users = json!({ "address": "127.0.0.1:0", "client_ca_file": certificate, "crl_file": crl });
+    merge(&mut config, json!({ "agent": { "kubernetes_api": { "listen": users } } }));
     let asking = Kas::start_with(Options { config, ..Options::default() }).await?;
     let (policy, audit) = (dir.path().join("policy.yaml"), dir.path().join("audit.log"));
     fs::write(&policy, "agent: []")?;

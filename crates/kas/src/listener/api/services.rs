@@ -61,10 +61,13 @@ use routing::router::Router;
 /// The prefix of the paths of health checks.
 pub(super) const HEALTH: &str = "/grpc.health.v1.Health/";
 
+/// The path of [`KasApi::diff`].
+const DIFF: &str = "/kas.api.v1.KasApi/Diff";
+
 /// Changes within this time are sent to a watcher together.
 const SETTLE: Duration = Duration::from_millis(20);
 
-/// kas' own services, by the prefix of their paths.
+/// kas' own services, by the prefix of their paths. The first match counts.
 pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
@@ -91,9 +94,12 @@ impl Services {
                 .with_service_name("gitlab.agent.server_info.rpc.ServerInfo")
                 .with_service_name("grpc.health.v1.Health")
         };
+        // The files of a diff have more bytes than other requests may have.
+        let (_, with_files) =
+            local_service(KasApiServer::new(api.clone()).max_decoding_message_size(MAX_QUESTION));
         let mut services = vec![
-            // A diff of files has more bytes than other requests.
-            local_service(KasApiServer::new(api.clone()).max_decoding_message_size(MAX_QUESTION)),
+            (DIFF.to_owned(), with_files),
+            local_service(KasApiServer::new(api.clone())),
             local_service(AgentTrackerServer::new(api.clone())),
             local_service(ServerInfoServer::new(api.clone())),
             local_service(NotificationsServer::new(api.clone())),
