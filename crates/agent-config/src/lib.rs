@@ -77,7 +77,7 @@ struct Watched {
     fingerprint: Option<Fingerprint>,
     current: Option<Current>,
     /// The last good configuration.
-    good: Option<Arc<AgentConfiguration>>,
+    good: Option<Latest>,
     /// The last attempt to read the file failed.
     is_failing: bool,
     streams: Vec<Weak<ConfigStream>>,
@@ -92,6 +92,25 @@ impl Watched {
         self.unconfirmed.retain(|stream| stream.strong_count() > 0);
         !self.streams.is_empty() || !self.unconfirmed.is_empty()
     }
+}
+
+/// The last good configuration of an agent.
+#[derive(Debug, Clone)]
+pub struct Latest {
+    /// The version of its file, as agents get it: of a repository, the commit.
+    pub commit: Arc<str>,
+    /// What the file says.
+    pub configuration: Arc<AgentConfiguration>,
+}
+
+/// What of its configuration an agent gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shown {
+    /// All of it.
+    #[default]
+    All,
+    /// All but `gitops`: somebody else applies its manifests, or nobody does.
+    WithoutGitops,
 }
 
 /// The current state of a file.
@@ -159,7 +178,7 @@ impl AgentConfigs {
     }
 
     /// Opens a stream for `agent`, which last received `commit`.
-    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
+    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str, shown: Shown) -> Arc<ConfigStream> {
         let mut watched = self.watched();
         let ended = match &self.source {
             Source::Projects(projects) => Some(projects.add(agent.project_id, agent.id)),
@@ -167,6 +186,7 @@ impl AgentConfigs {
         };
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
+            shown,
             state: Mutex::new(StreamState { seen: commit.to_owned(), next: None, end: None, waker: None }),
             ended,
             since: Instant::now(),
@@ -215,7 +235,7 @@ impl AgentConfigs {
     }
 
     /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
-    pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
+    pub fn latest(&self, agent: &Agent) -> Option<Latest> {
         self.watched().get(&agent.id)?.good.clone()
     }
 
@@ -290,8 +310,9 @@ impl AgentConfigs {
                 if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
                     reports.changed(agent);
                 }
-                if let Current::Good { configuration, .. } = &current {
-                    entry.good = Some(Arc::new((**configuration).clone()));
+                if let Current::Good { commit, configuration, .. } = &current {
+                    let configuration = Arc::new((**configuration).clone());
+                    entry.good = Some(Latest { commit: commit.as_str().into(), configuration });
                 }
                 entry.current = Some(current);
             }
@@ -362,6 +383,7 @@ fn version(commit: Option<Commit>) -> String {
 #[derive(Debug)]
 pub struct ConfigStream {
     agent: Arc<Agent>,
+    shown: Shown,
     state: Mutex<StreamState>,
     /// Told when the stream ends.
     ended: Option<Arc<Notify>>,
@@ -406,14 +428,16 @@ impl ConfigStream {
         match current {
             Current::Good { commit, .. } if *commit == state.seen => return,
             Current::Good { commit, configuration, .. } => {
-                let message = ConfigurationResponse {
-                    configuration: Some(AgentConfiguration {
-                        agent_id: self.agent.id.get(),
-                        project_id: self.agent.project_id,
-                        ..(**configuration).clone()
-                    }),
-                    commit_id: commit.clone(),
+                let mut configuration = AgentConfiguration {
+                    agent_id: self.agent.id.get(),
+                    project_id: self.agent.project_id,
+                    ..(**configuration).clone()
                 };
+                if self.shown == Shown::WithoutGitops {
+                    configuration.gitops = None;
+                }
+                let configuration = Some(configuration);
+                let message = ConfigurationResponse { configuration, commit_id: commit.clone() };
                 state.seen.clone_from(commit);
                 state.next = Some(grpc::encode(&message));
             }

@@ -65,7 +65,7 @@ impl Setup {
 
     fn subscribe(&self, id: i64) -> Arc<ConfigStream> {
         let agent = Agent { id: AgentId::new(id).unwrap(), name: "demo".into(), project_id: 3 };
-        self.configs.subscribe(&Arc::new(agent), "")
+        self.configs.subscribe(&Arc::new(agent), "", Shown::All)
     }
 
     fn publish(&self, commit: &str, json: &str) {
