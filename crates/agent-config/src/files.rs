@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use ids::AgentId;
 use repository::{Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
 
-use crate::{AgentConfigs, Current, kas_path_of, path_of, version};
+use crate::{AgentConfigs, Current, KasRead, kas_path_of, parsed_kas_yaml, path_of, version};
 
 /// How often files are checked: two checks and reading take less than a second. A check is two `stat`s
 /// for each agent with an open stream, or one for the whole repository.
@@ -66,11 +66,17 @@ impl AgentConfigs {
         let mut fingerprints = fingerprints.into_iter().chain(std::iter::repeat(last));
         for known in known {
             let (Some(kas), Some(now)) = (fingerprints.next(), fingerprints.next()) else { return };
-            // First, so that a manifest project is never known without what binds it.
-            if kas.is_err() || known.kas_fingerprint.as_ref() != kas.as_ref().ok() {
-                self.read_kas(repository, &known, kas).await;
-            }
-            if now.is_ok() && known.fingerprint.as_ref() == now.as_ref().ok() {
+            let is_same = |known: &Option<Fingerprint>, now: &Result<Fingerprint, Error>| {
+                now.is_ok() && known.as_ref() == now.as_ref().ok()
+            };
+            let kas = match is_same(&known.kas_fingerprint, &kas) {
+                true => None,
+                false => Some(self.read_kas(repository, &known, kas).await),
+            };
+            if is_same(&known.fingerprint, &now) {
+                if let Some(kas) = kas {
+                    self.publish_kas_yaml(known.agent, kas);
+                }
                 continue;
             }
             let current = self.read(repository, &known).await;
@@ -79,7 +85,10 @@ impl AgentConfigs {
                 // It was read without one, and is read again by the next check.
                 Err(error) => (Fingerprint::Absent, current.and(Err(error))),
             };
-            self.publish(known.agent, fingerprint, current);
+            match kas {
+                Some(kas) => self.publish_both(known.agent, kas, fingerprint, current),
+                None => self.publish(known.agent, fingerprint, current),
+            }
         }
     }
 
@@ -88,16 +97,16 @@ impl AgentConfigs {
         repository: &dyn Repository,
         known: &Known,
         fingerprint: Result<Fingerprint, Error>,
-    ) {
-        let Known { agent, kas_path, .. } = known;
-        let file = repository.file(&Revision::Head, kas_path, self.limit).await;
-        let content = file.map(|file| if file.version.is_none() { Content::Absent } else { file.content });
-        let (fingerprint, content) = match fingerprint {
-            Ok(fingerprint) => (fingerprint, content),
+    ) -> KasRead {
+        let shown = repository.shown(&known.kas_path);
+        let file = repository.file(&Revision::Head, &known.kas_path, self.limit).await;
+        let parsed = file.map(|file| parsed_kas_yaml(file.content, &shown));
+        let (fingerprint, parsed) = match fingerprint {
+            Ok(fingerprint) => (fingerprint, parsed),
             // It was read without one, and is read again by the next check.
-            Err(error) => (Fingerprint::Absent, content.and(Err(error))),
+            Err(error) => (Fingerprint::Absent, parsed.and(Err(error))),
         };
-        self.publish_kas_yaml(*agent, fingerprint, content, &repository.shown(kas_path));
+        KasRead { fingerprint, parsed, shown }
     }
 
     async fn read(&self, repository: &dyn Repository, known: &Known) -> Result<Current, Error> {

@@ -83,7 +83,7 @@ struct Watched {
     fingerprint: Option<Fingerprint>,
     current: Option<Current>,
     /// The last good configuration.
-    good: Option<Arc<AgentConfiguration>>,
+    good: Option<Latest>,
     /// The last attempt to read the file failed.
     is_failing: bool,
     kas: KasFile,
@@ -108,6 +108,53 @@ struct KasFile {
     state: KasState,
 }
 
+/// What was read of `kas.yaml`.
+#[derive(Debug)]
+struct KasRead {
+    fingerprint: Fingerprint,
+    /// The inner error is a text for the author.
+    parsed: Result<Result<KasYaml, String>, Error>,
+    /// The path, for people.
+    shown: String,
+}
+
+impl KasFile {
+    fn note(&mut self, agent: AgentId, read: KasRead) {
+        let KasRead { fingerprint, parsed, shown } = read;
+        match parsed {
+            Ok(Ok(parsed)) => {
+                self.fingerprint = Some(fingerprint);
+                if self.state.good.as_deref() != Some(&parsed) {
+                    self.state.good = Some(Arc::new(parsed));
+                }
+                self.state.flaw = None;
+            }
+            Ok(Err(flaw)) => {
+                self.fingerprint = Some(fingerprint);
+                if self.state.flaw.as_ref() != Some(&flaw) {
+                    let consequence = match self.state.good {
+                        Some(_) => "the last good one stays",
+                        None => "no manifests are applied",
+                    };
+                    tracing::warn!(
+                        agent.id = agent.get(),
+                        path = shown,
+                        error = flaw,
+                        consequence,
+                        "kas.yaml of an agent is invalid"
+                    );
+                }
+                self.state.flaw = Some(flaw);
+            }
+            // What is known stays, and the next check tries again.
+            Err(error) => {
+                tracing::debug!(agent.id = agent.get(), %error, "kas.yaml of an agent cannot be read");
+                self.fingerprint = None;
+            }
+        }
+    }
+}
+
 /// What `kas.yaml` of an agent says.
 #[derive(Debug, Clone, Default)]
 pub struct KasState {
@@ -115,6 +162,25 @@ pub struct KasState {
     pub good: Option<Arc<KasYaml>>,
     /// Why the current file is not good.
     pub flaw: Option<String>,
+}
+
+/// The last good configuration of an agent.
+#[derive(Debug, Clone)]
+pub struct Latest {
+    /// The version of its file, as agents get it: of a repository, the commit.
+    pub commit: Arc<str>,
+    /// What the file says.
+    pub configuration: Arc<AgentConfiguration>,
+}
+
+/// What of its configuration an agent gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shown {
+    /// All of it.
+    #[default]
+    All,
+    /// All but `gitops`: somebody else applies its manifests, or nobody does.
+    WithoutGitops,
 }
 
 /// The current state of a file.
@@ -182,7 +248,7 @@ impl AgentConfigs {
     }
 
     /// Opens a stream for `agent`, which last received `commit`.
-    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
+    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str, shown: Shown) -> Arc<ConfigStream> {
         let mut watched = self.watched();
         let ended = match &self.source {
             Source::Projects(projects) => Some(projects.add(agent.project_id, agent.id)),
@@ -190,6 +256,7 @@ impl AgentConfigs {
         };
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
+            shown,
             state: Mutex::new(StreamState { seen: commit.to_owned(), next: None, end: None, waker: None }),
             ended,
             since: Instant::now(),
@@ -240,7 +307,7 @@ impl AgentConfigs {
     }
 
     /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
-    pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
+    pub fn latest(&self, agent: &Agent) -> Option<Latest> {
         self.watched().get(&agent.id)?.good.clone()
     }
 
@@ -258,8 +325,7 @@ impl AgentConfigs {
         let Source::Files { repository, prefix } = &self.source else { return None };
         let path = kas_path_of(prefix, &agent.name).ok()?;
         let file = repository.file(&Revision::Head, &path, self.limit).await.ok()?;
-        let content = if file.version.is_none() { Content::Absent } else { file.content };
-        Some(match parsed_kas_yaml(content, &repository.shown(&path)) {
+        Some(match parsed_kas_yaml(file.content, &repository.shown(&path)) {
             Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None },
             Err(flaw) => KasState { good: None, flaw: Some(flaw) },
         })
@@ -305,8 +371,40 @@ impl AgentConfigs {
 
     /// Shows what was read of the file of an agent: what is there now, or why that is not known.
     fn publish(&self, agent: AgentId, fingerprint: Fingerprint, current: Result<Current, Error>) {
-        let mut watched = self.watched();
-        let Some(entry) = watched.get_mut(&agent) else { return };
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            self.show(agent, entry, fingerprint, current);
+        }
+    }
+
+    /// As [`publish`](Self::publish), together with what was read of `kas.yaml`: what was committed together
+    /// becomes effective together.
+    fn publish_both(
+        &self,
+        agent: AgentId,
+        kas: KasRead,
+        fingerprint: Fingerprint,
+        current: Result<Current, Error>,
+    ) {
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            entry.kas.note(agent, kas);
+            self.show(agent, entry, fingerprint, current);
+        }
+    }
+
+    /// Keeps what was read of `kas.yaml` of an agent.
+    fn publish_kas_yaml(&self, agent: AgentId, kas: KasRead) {
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            entry.kas.note(agent, kas);
+        }
+    }
+
+    fn show(
+        &self,
+        agent: AgentId,
+        entry: &mut Watched,
+        fingerprint: Fingerprint,
+        current: Result<Current, Error>,
+    ) {
         match current {
             Ok(current) => {
                 (entry.fingerprint, entry.is_failing) = (Some(fingerprint), false);
@@ -336,8 +434,9 @@ impl AgentConfigs {
                 if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
                     reports.changed(agent);
                 }
-                if let Current::Good { configuration, .. } = &current {
-                    entry.good = Some(Arc::new((**configuration).clone()));
+                if let Current::Good { commit, configuration, .. } = &current {
+                    let configuration = Arc::new((**configuration).clone());
+                    entry.good = Some(Latest { commit: commit.as_str().into(), configuration });
                 }
                 entry.current = Some(current);
             }
@@ -347,51 +446,6 @@ impl AgentConfigs {
                     tracing::warn!(agent.name = &*entry.name, %error, "agent configuration cannot be read");
                 }
                 entry.fingerprint = None;
-            }
-        }
-    }
-
-    /// Keeps what was read of `kas.yaml` of an agent.
-    fn publish_kas_yaml(
-        &self,
-        agent: AgentId,
-        fingerprint: Fingerprint,
-        content: Result<Content, Error>,
-        shown: &str,
-    ) {
-        let parsed = content.map(|content| parsed_kas_yaml(content, shown));
-        let mut watched = self.watched();
-        let Some(entry) = watched.get_mut(&agent) else { return };
-        let kas = &mut entry.kas;
-        match parsed {
-            Ok(Ok(parsed)) => {
-                kas.fingerprint = Some(fingerprint);
-                if kas.state.good.as_deref() != Some(&parsed) {
-                    kas.state.good = Some(Arc::new(parsed));
-                }
-                kas.state.flaw = None;
-            }
-            Ok(Err(flaw)) => {
-                kas.fingerprint = Some(fingerprint);
-                if kas.state.flaw.as_ref() != Some(&flaw) {
-                    let consequence = match kas.state.good {
-                        Some(_) => "the last good one stays",
-                        None => "no manifests are applied",
-                    };
-                    tracing::warn!(
-                        agent.id = agent.get(),
-                        path = shown,
-                        error = flaw,
-                        consequence,
-                        "kas.yaml of an agent is invalid"
-                    );
-                }
-                kas.state.flaw = Some(flaw);
-            }
-            // What is known stays, and the next check tries again.
-            Err(error) => {
-                tracing::debug!(agent.id = agent.get(), %error, "kas.yaml of an agent cannot be read");
-                kas.fingerprint = None;
             }
         }
     }
@@ -466,6 +520,7 @@ fn version(commit: Option<Commit>) -> String {
 #[derive(Debug)]
 pub struct ConfigStream {
     agent: Arc<Agent>,
+    shown: Shown,
     state: Mutex<StreamState>,
     /// Told when the stream ends.
     ended: Option<Arc<Notify>>,
@@ -510,14 +565,16 @@ impl ConfigStream {
         match current {
             Current::Good { commit, .. } if *commit == state.seen => return,
             Current::Good { commit, configuration, .. } => {
-                let message = ConfigurationResponse {
-                    configuration: Some(AgentConfiguration {
-                        agent_id: self.agent.id.get(),
-                        project_id: self.agent.project_id,
-                        ..(**configuration).clone()
-                    }),
-                    commit_id: commit.clone(),
+                let mut configuration = AgentConfiguration {
+                    agent_id: self.agent.id.get(),
+                    project_id: self.agent.project_id,
+                    ..(**configuration).clone()
                 };
+                if self.shown == Shown::WithoutGitops {
+                    configuration.gitops = None;
+                }
+                let configuration = Some(configuration);
+                let message = ConfigurationResponse { configuration, commit_id: commit.clone() };
                 state.seen.clone_from(commit);
                 state.next = Some(grpc::encode(&message));
             }

@@ -17,7 +17,9 @@ use tokio::{
     time::Instant,
 };
 
-use crate::{AgentConfigs, ConfigStream, PREFIX, Source, kas_path_of, path_of, version};
+use crate::{
+    AgentConfigs, ConfigStream, KasRead, PREFIX, Source, kas_path_of, parsed_kas_yaml, path_of, version,
+};
 
 /// The wait after the first failure to read files. It doubles with each further one.
 const BACKOFF: Duration = Duration::from_secs(1);
@@ -271,10 +273,10 @@ impl AgentConfigs {
             // Parsing takes milliseconds for a large file.
             let parsed = tokio::task::spawn_blocking(move || {
                 for (agent, name, (kas, kas_shown), content, shown, place) in read {
-                    // First, so that a manifest project is never known without what binds it.
-                    this.publish_kas_yaml(agent, fingerprint(commit), Ok(kas), &kas_shown);
                     let current = this.parsed(&name, version(commit), content, &shown, || place);
-                    this.publish(agent, fingerprint(commit), Ok(current));
+                    let parsed = Ok(parsed_kas_yaml(kas, &kas_shown));
+                    let kas = KasRead { fingerprint: fingerprint(commit), parsed, shown: kas_shown };
+                    this.publish_both(agent, kas, fingerprint(commit), Ok(current));
                 }
             });
             if let Err(error) = parsed.await {

@@ -65,7 +65,7 @@ impl Setup {
 
     fn subscribe(&self, id: i64) -> Arc<ConfigStream> {
         let agent = Agent { id: AgentId::new(id).unwrap(), name: "demo".into(), project_id: 3 };
-        self.configs.subscribe(&Arc::new(agent), "")
+        self.configs.subscribe(&Arc::new(agent), "", Shown::All)
     }
 
     fn publish(&self, commit: &str, json: &str) {
@@ -215,7 +215,7 @@ async fn kas_yaml_of_a_folder_is_followed_and_read_without_a_stream() {
     assert_eq!(names(&read), Some(vec!["production".to_owned()]));
     assert!(configs.kas_yaml(&agent).is_none(), "no stream is open");
 
-    let _stream = configs.subscribe(&agent, "");
+    let _stream = configs.subscribe(&agent, "", Shown::All);
     let task = tokio::spawn(Arc::clone(&configs).run());
     let until = async |condition: &dyn Fn(&KasState) -> bool| {
         let found = async {

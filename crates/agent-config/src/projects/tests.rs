@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use tokio::{sync::watch, task::JoinHandle};
 
 use super::*;
-use crate::ConfigBody;
+use crate::{ConfigBody, Shown};
 
 /// Project 7 is at this path.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl Setup {
 
     fn subscribe(&self, id: i64, commit: &str) -> ConfigBody<()> {
         let agent = Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
-        ConfigBody::new(self.configs.subscribe(&Arc::new(agent), commit), ())
+        ConfigBody::new(self.configs.subscribe(&Arc::new(agent), commit, Shown::All), ())
     }
 
     fn told(&self) {

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use agent_config::{AgentConfigs, ConfigStream, KasState};
+use agent_config::{AgentConfigs, ConfigStream, KasState, Shown};
 use identity::Identity;
 use ids::{Agent, AgentId};
 use parking_lot::Mutex;
@@ -42,7 +42,7 @@ impl HeldAgents {
         streams.retain(|known, _| ids.contains(known));
         for agent in held {
             if !streams.contains_key(&agent.id) && self.configs.latest(agent).is_none() {
-                streams.insert(agent.id, self.configs.subscribe(agent, ""));
+                streams.insert(agent.id, self.configs.subscribe(agent, "", Shown::All));
             }
         }
     }
@@ -92,7 +92,8 @@ impl Agents for HeldAgents {
     fn configuration(&self, agent: &Agent) -> Option<Configuration> {
         let latest = self.configs.latest(agent)?;
         let file = self.configs.kas_yaml(agent)?.good?;
-        let projects = latest.gitops.iter().flat_map(|gitops| gitops.manifest_projects.iter().cloned());
+        let gitops = latest.configuration.gitops.iter();
+        let projects = gitops.flat_map(|gitops| gitops.manifest_projects.iter().cloned());
         Some(Configuration {
             projects: projects.collect(),
             bounds: Bounds { namespaces: file.namespaces.clone(), check: Some(file.check) },
