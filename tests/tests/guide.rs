@@ -1,11 +1,12 @@
-//! The commands of docs/guide.md and docs/security.md about kubectl, as they are on the page and in its
-//! order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of these sections is run.
+//! The commands of docs/guide.md and docs/security.md about kubectl, and of docs/gitops.md, as they are on the
+//! page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of these
+//! sections is run.
 //!
 //! What is not as for a reader:
 //!
 //! * `kas.example.com` is a name of a [proxy](Names), and the CA of its certificate is that of
 //!   `SSL_CERT_FILE`.
-//! * `/etc/kas/` is a folder of the test, in commands and in configurations.
+//! * `/etc/kas/` and `/srv/` are folders of the test, in commands and in configurations.
 //! * In configurations, the address to listen at, that of GitLab and those of issuers are of the test.
 //! * agentk is installed by the chart, but there is no kubelet that runs it: the test does, with the account
 //!   and the policy that the chart has created.
@@ -38,6 +39,7 @@ use tokio::{process::Command, time::timeout};
 
 const GUIDE: &str = include_str!("../../docs/guide.md");
 const SECURITY: &str = include_str!("../../docs/security.md");
+const GITOPS: &str = include_str!("../../docs/gitops.md");
 
 /// Where the pages say that kas is.
 const KAS: &str = "kas.example.com:8154";
@@ -82,8 +84,13 @@ fn commands(block: &str) -> Vec<String> {
 
 /// Returns the commands of the job in a block.
 fn script(block: &str) -> Result<Vec<String>> {
+    script_of(block, "deploy")
+}
+
+/// Returns the commands of this job in a block.
+fn script_of(block: &str, job: &str) -> Result<Vec<String>> {
     let jobs: Value = serde_saphyr::from_str(block)?;
-    let lines = jobs["deploy"]["script"].as_array().context("the job has a script")?;
+    let lines = jobs[job]["script"].as_array().context("the job has a script")?;
     lines.iter().map(|line| Ok(line.as_str().context("a command is a text")?.to_owned())).collect()
 }
 
@@ -112,7 +119,7 @@ impl Stage {
         let exclusive = exclusive().await?;
         let kubernetes = Arc::clone(&exclusive.kubernetes);
         let folder = tempfile::TempDir::with_prefix("guide-test-")?;
-        for part in ["bin", "etc", "work"] {
+        for part in ["bin", "etc", "srv", "work"] {
             fs::create_dir(folder.path().join(part))?;
         }
         let stage = Self { folder, proxy: None, kubernetes, _exclusive: exclusive };
@@ -180,8 +187,12 @@ impl Stage {
     }
 
     fn paths(&self, text: &str) -> Result<String> {
-        let etc = self.at("etc");
-        Ok(text.replace("/etc/kas/", &format!("{}/", etc.to_str().context("the path is UTF-8")?)))
+        let mut text = text.to_owned();
+        for (page, own) in [("/etc/kas/", "etc"), ("/srv/", "srv")] {
+            let own = self.at(own);
+            text = text.replace(page, &format!("{}/", own.to_str().context("the path is UTF-8")?));
+        }
+        Ok(text)
     }
 
     /// Starts kas with a valid configuration. From now on, its name is known.
@@ -452,6 +463,157 @@ async fn ci_jobs_and_users_of_gitlab() -> Result<()> {
     let output = stage.run(Reader::User, "kubectl delete pod gitlab-00000", &[]).await?;
     let reason = String::from_utf8_lossy(&output.stderr);
     ensure!(!output.status.success() && reason.contains("gitlab:user:jane"), "{output:?}");
+    Ok(())
+}
+
+/// Answers one request with 201, and returns it.
+async fn one_request(listener: tokio::net::TcpListener) -> Result<String> {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let (mut stream, _) = listener.accept().await?;
+    let mut read = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&read).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head
+                .lines()
+                .find_map(|line| line.to_lowercase().strip_prefix("content-length: ")?.parse().ok());
+            if body.len() >= length.unwrap_or(0) {
+                break;
+            }
+        }
+        ensure!(stream.read_buf(&mut read).await? > 0, "the request is not complete");
+    }
+    stream.write_all(b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").await?;
+    Ok(String::from_utf8(read)?)
+}
+
+#[tokio::test]
+async fn from_git_to_the_cluster() -> Result<()> {
+    let mut stage = Stage::start("prod", "manifests").await?;
+    stage.copy_certificate("kubernetes")?;
+    let gitlab = GitLab::start().await?;
+    fs::copy(gitlab.secret_file(), stage.at("etc/gitlab-secret"))?;
+    let token = testkit::kas::token(7);
+    gitlab.know(&token, 7, "prod", 3);
+    gitlab.have_job(
+        "job-token",
+        json!({
+            "allowed_agents": [{ "id": 7, "config_project": { "id": 3 }, "configuration": {} }],
+            "job": { "id": 302 },
+            "pipeline": { "id": 574 },
+            "project": { "id": 20, "groups": [] },
+            "user": { "id": 5, "username": "jane" },
+        }),
+    );
+    let page = section(GITOPS, "Set it up")?;
+    let yaml = blocks(page, "yaml");
+    let [of_kas, of_agent] = &yaml[..] else { anyhow::bail!("{yaml:?}") };
+    let folder = stage.at("etc/agents-config/agents/prod");
+    fs::create_dir_all(&folder)?;
+    // Nothing collects garbage here, so a deletion in the foreground would not end.
+    let entry = of_agent.trim_end().to_owned() + "\n    prune_propagation_policy: background\n";
+    fs::write(folder.join("config.yaml"), entry)?;
+    let kas_yaml = block(section(GITOPS, "Namespaces and service accounts")?, "yaml")?;
+    let kas_yaml: Value = serde_saphyr::from_str(&kas_yaml)?;
+    let environments = json!({ "environments": kas_yaml["environments"] });
+    fs::write(folder.join("kas.yaml"), environments.to_string())?;
+    let endpoint = json!({
+        "identity": null,
+        "gitlab": { "address": gitlab.url(), "authentication_secret_file": stage.at("etc/gitlab-secret") },
+        "agent": { "kubernetes_api": { "listen": {
+            "certificate_file": stage.at("etc/kubernetes.crt"), "key_file": stage.at("etc/kubernetes.key"),
+        } } },
+    });
+    let config = stage.config(of_kas, endpoint)?;
+    let kas = stage.start_kas(config).await?;
+    let _agentk = {
+        // What kas applies, agentk must be allowed to.
+        let admin = "kubectl create clusterrolebinding agentk-manifests --clusterrole=cluster-admin \
+                     --serviceaccount=agentk:agentk";
+        let before = "kubectl delete clusterrolebinding agentk-manifests --ignore-not-found";
+        stage.all(Reader::Owner, &[before.to_owned(), admin.to_owned()], &[]).await?;
+        stage.start_agentk(&kas, &token).await?
+    };
+    let (address, secret) = (format!("grpc://{}", kas.api), kas.dir().join("secret-0"));
+    let variables = [
+        ("KASCTL_ADDRESS", address.as_str()),
+        ("KASCTL_SECRET_FILE", secret.to_str().context("the path is UTF-8")?),
+        ("GIT_AUTHOR_NAME", "T"),
+        ("GIT_AUTHOR_EMAIL", "t@example.com"),
+        ("GIT_COMMITTER_NAME", "T"),
+        ("GIT_COMMITTER_EMAIL", "t@example.com"),
+        ("CI_JOB_TOKEN", "job-token"),
+    ];
+    let colour = async || {
+        let get = ["get", "configmap", "hello", "--ignore-not-found", "-o", "jsonpath={.data.colour}"];
+        stage.kubernetes.kubectl(&get).await
+    };
+    let is = async |wanted: &str| {
+        eventually(&format!("that hello is {wanted:?}"), async || {
+            let found = colour().await?;
+            Ok(if found == wanted { Ok(()) } else { Err(found) })
+        })
+        .await
+    };
+    let synced = async || {
+        let look = ["kasctl gitops 7 group/manifests".to_owned()];
+        eventually("that the project is synced", async || {
+            let said = stage.all(Reader::Owner, &look, &variables).await?;
+            Ok(if said.contains("synced") { Ok(said) } else { Err(said) })
+        })
+        .await
+    };
+
+    // A commit, and a look at it.
+    let commands_of: Vec<_> = blocks(page, "sh").iter().map(|block| commands(block)).collect();
+    let [create, look] = &commands_of[..] else { anyhow::bail!("{commands_of:?}") };
+    stage.all(Reader::Owner, create, &variables).await?;
+    is("green").await?;
+    synced().await?;
+    let said = stage.all(Reader::Owner, look, &variables).await?;
+    ensure!(said.contains("ConfigMap default/hello"), "{said}");
+
+    // A diff of a branch and of files; a look at the cluster; a sync.
+    let diffs = commands(&block(section(GITOPS, "Commands")?, "sh")?);
+    let said = stage.all(Reader::Owner, &diffs, &variables).await?;
+    ensure!(said.matches("+  colour: blue").count() == 2, "{said}");
+    ensure!(colour().await? == "green", "a diff wrote something");
+
+    // The job of a merge request, with its own rights.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    let api = format!("http://{}/api/v4", listener.local_addr()?);
+    let posted = tokio::spawn(one_request(listener));
+    let job = [
+        &variables[2..],
+        &[
+            ("PREVIEW_TOKEN", "glpat-preview"),
+            ("CI_API_V4_URL", &api),
+            ("CI_PROJECT_ID", "20"),
+            ("CI_MERGE_REQUEST_IID", "5"),
+        ],
+    ]
+    .concat();
+    let script = script_of(&block(section(GITOPS, "In a merge request")?, "text")?, "preview")?;
+    stage.all(Reader::User, &script, &job).await?;
+    let posted = timeout(SOON, posted).await???;
+    ensure!(posted.starts_with("POST /api/v4/projects/20/merge_requests/5/notes "), "{posted}");
+    ensure!(posted.contains("glpat-preview") && posted.contains("colour%3A%20blue"), "{posted}");
+
+    // The environments of the agent.
+    let look = commands(&block(section(GITOPS, "Namespaces and service accounts")?, "sh")?);
+    let said = stage.all(Reader::Owner, &look, &variables).await?;
+    ensure!(said.matches("review/*").count() == 2 && said.matches("production").count() == 1, "{said}");
+
+    // The end.
+    fs::write(folder.join("config.new"), "")?;
+    fs::rename(folder.join("config.new"), folder.join("config.yaml"))?;
+    let destroy = commands(&block(section(GITOPS, "Remove it")?, "sh")?);
+    eventually("that the project is removed", async || {
+        Ok(stage.all(Reader::Owner, &destroy, &variables).await.map_err(|error| format!("{error:#}")))
+    })
+    .await?;
+    is("").await?;
+    ensure!(blocks(GITOPS, "sh").len() == 5 && blocks(GITOPS, "console").len() == 1, "a block is not run");
     Ok(())
 }
 

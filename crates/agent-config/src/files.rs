@@ -6,10 +6,10 @@ use std::{sync::Arc, time::Duration};
 use ids::AgentId;
 use repository::{Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
 
-use crate::{AgentConfigs, Current, path_of, version};
+use crate::{AgentConfigs, Current, KasRead, kas_path_of, parsed_kas_yaml, path_of, version};
 
-/// How often files are checked: two checks and reading take less than a second. A check is one `stat` for
-/// each agent with an open stream, or one for the whole repository.
+/// How often files are checked: two checks and reading take less than a second. A check is two `stat`s
+/// for each agent with an open stream, or one for the whole repository.
 const CHECK_INTERVAL: Duration = Duration::from_millis(300);
 
 /// An agent, and what is known of its file.
@@ -17,7 +17,9 @@ struct Known {
     agent: AgentId,
     name: Arc<str>,
     path: RepoPath,
+    kas_path: RepoPath,
     fingerprint: Option<Fingerprint>,
+    kas_fingerprint: Option<Fingerprint>,
 }
 
 impl AgentConfigs {
@@ -37,7 +39,9 @@ impl AgentConfigs {
                             agent: *agent,
                             name: Arc::clone(&entry.name),
                             path: path_of(prefix, &entry.name).ok()?,
+                            kas_path: kas_path_of(prefix, &entry.name).ok()?,
                             fingerprint: entry.fingerprint.clone(),
+                            kas_fingerprint: entry.kas.fingerprint.clone(),
                         })
                     })
                     .collect()
@@ -53,13 +57,26 @@ impl AgentConfigs {
         let paths: Vec<RepoPath> = match repository.versioning() {
             // It is the same for all of them.
             Versioning::Commit => known.iter().take(1).map(|known| known.path.clone()).collect(),
-            Versioning::File => known.iter().map(|known| known.path.clone()).collect(),
+            Versioning::File => {
+                known.iter().flat_map(|known| [known.kas_path.clone(), known.path.clone()]).collect()
+            }
         };
         let fingerprints = repository.fingerprints(&Revision::Head, &paths).await;
         let Some(last) = fingerprints.last().cloned() else { return };
-        let fingerprints = fingerprints.into_iter().chain(std::iter::repeat(last));
-        for (known, now) in known.into_iter().zip(fingerprints) {
-            if now.is_ok() && known.fingerprint.as_ref() == now.as_ref().ok() {
+        let mut fingerprints = fingerprints.into_iter().chain(std::iter::repeat(last));
+        for known in known {
+            let (Some(kas), Some(now)) = (fingerprints.next(), fingerprints.next()) else { return };
+            let is_same = |known: &Option<Fingerprint>, now: &Result<Fingerprint, Error>| {
+                now.is_ok() && known.as_ref() == now.as_ref().ok()
+            };
+            let kas = match is_same(&known.kas_fingerprint, &kas) {
+                true => None,
+                false => Some(self.read_kas(repository, &known, kas).await),
+            };
+            if is_same(&known.fingerprint, &now) {
+                if let Some(kas) = kas {
+                    self.publish_kas_yaml(known.agent, kas);
+                }
                 continue;
             }
             let current = self.read(repository, &known).await;
@@ -68,8 +85,28 @@ impl AgentConfigs {
                 // It was read without one, and is read again by the next check.
                 Err(error) => (Fingerprint::Absent, current.and(Err(error))),
             };
-            self.publish(known.agent, fingerprint, current);
+            match kas {
+                Some(kas) => self.publish_both(known.agent, kas, fingerprint, current),
+                None => self.publish(known.agent, fingerprint, current),
+            }
         }
+    }
+
+    async fn read_kas(
+        &self,
+        repository: &dyn Repository,
+        known: &Known,
+        fingerprint: Result<Fingerprint, Error>,
+    ) -> KasRead {
+        let shown = repository.shown(&known.kas_path);
+        let file = repository.file(&Revision::Head, &known.kas_path, self.limit).await;
+        let parsed = file.map(|file| parsed_kas_yaml(file.content, &shown));
+        let (fingerprint, parsed) = match fingerprint {
+            Ok(fingerprint) => (fingerprint, parsed),
+            // It was read without one, and is read again by the next check.
+            Err(error) => (Fingerprint::Absent, parsed.and(Err(error))),
+        };
+        KasRead { fingerprint, parsed, shown }
     }
 
     async fn read(&self, repository: &dyn Repository, known: &Known) -> Result<Current, Error> {

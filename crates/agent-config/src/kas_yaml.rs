@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use ids::Impersonation;
+use ids::{Impersonation, Pattern};
 use serde_json::Value;
 use settings::walk::{self, Rule, Section, Unknown};
 
@@ -15,12 +15,14 @@ const CHECK: Duration = Duration::from_secs(300);
 const CHECKS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(24 * 3_600));
 /// The most namespaces, environments or projects.
 const MOST: usize = 1_000;
+/// The longest name of an environment, in bytes: that of GitLab.
+const LONGEST_NAME: usize = 255;
 
 /// A parsed file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KasYaml {
     /// The environments that the agent stands for, such as `production` or `review/*`.
-    pub environments: Vec<String>,
+    pub environments: Vec<Pattern>,
     /// The only namespaces that kas writes to; `None`: the whole cluster.
     pub namespaces: Option<BTreeSet<String>>,
     /// The time between two checks for drift.
@@ -63,7 +65,15 @@ pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
 }
 
 fn read(root: &mut Section<'_, '_>) -> KasYaml {
-    let environments = root.texts("environments", &[], "");
+    let environments = root.texts("environments", &[], "").into_iter().filter_map(|name| {
+        let pattern = Some(&name).filter(|name| is_environment(name)).and_then(|name| name.parse().ok());
+        if pattern.is_none() {
+            let expected = "names of at most 255 bytes without control characters, with `*` only at the end";
+            root.refuse_as("environments", format!("{name:?}"), expected);
+        }
+        pattern
+    });
+    let environments: Vec<Pattern> = environments.collect();
     let is_bound = root.has("namespaces");
     let namespaces: BTreeSet<String> = root.texts("namespaces", &[], "").into_iter().collect();
     if let Some(wrong) = namespaces.iter().find(|name| !is_name(name)) {
@@ -104,6 +114,11 @@ fn identities(projects: Option<Value>) -> Result<BTreeMap<String, Impersonation>
     Ok(identities)
 }
 
+/// Whether a text can be the name of an environment.
+fn is_environment(name: &str) -> bool {
+    name.len() <= LONGEST_NAME && !name.chars().any(char::is_control)
+}
+
 /// Whether a text can be the name of a namespace.
 fn is_name(text: &str) -> bool {
     let bytes = text.as_bytes();
@@ -135,7 +150,8 @@ gitops:
     group/x.y: {as: system:serviceaccount:ns:deployer}
 ";
         let parsed = parse(file.as_bytes()).unwrap();
-        assert_eq!(parsed.environments, ["production", "review/*"]);
+        let environments: Vec<String> = parsed.environments.iter().map(ToString::to_string).collect();
+        assert_eq!(environments, ["production", "review/*"]);
         assert_eq!(parsed.namespaces, Some(["a", "b"].map(str::to_owned).into()));
         assert_eq!(parsed.check, Duration::from_secs(60));
         assert_eq!(parsed.identities["group/x.y"].username, "system:serviceaccount:ns:deployer");
@@ -145,6 +161,9 @@ gitops:
     fn a_wrong_file_is_refused_with_its_place() {
         for (file, place) in [
             ("environment: [a]", "environment"),
+            ("environments: ['']", "environments"),
+            ("environments: ['*/review']", "environments"),
+            ("environments: [\"a\\tb\"]", "environments"),
             ("namespaces: []", "namespaces"),
             ("namespaces: [A]", "namespaces"),
             ("gitops: {check: 1ms}", "gitops.check"),

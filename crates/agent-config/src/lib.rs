@@ -1,4 +1,5 @@
-//! The configuration of agents: read from repositories, and sent when it changes.
+//! The configuration of agents: read from repositories, and sent when it changes. `kas.yaml` beside it is
+//! read at the same commit, and is for kas alone.
 //!
 //! A stream is a body with a slot for the next message and needs no task. Only the newest configuration waits
 //! in the slot: an agent that reads slowly skips older ones.
@@ -31,10 +32,13 @@ use http_body::{Body, Frame};
 use ids::{Agent, AgentId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
-use repository::{Commit, Content, Error, Fingerprint, RepoPath, Repository, bare::Bare, folder::Folder};
+use repository::{
+    Commit, Content, Error, Fingerprint, RepoPath, Repository, Revision, bare::Bare, folder::Folder,
+};
 use tokio::{sync::Notify, time::Instant};
 
 use self::{
+    kas_yaml::KasYaml,
     projects::Projects,
     report::{Found, Reports},
 };
@@ -69,6 +73,8 @@ enum Source {
 const PREFIX: &str = ".gitlab/agents/";
 const PREFIX_OF_FOLDER: &str = "agents/";
 const FILE: &str = "/config.yaml";
+/// The file beside it that GitLab does not read.
+const KAS_FILE: &str = "/kas.yaml";
 
 #[derive(Debug)]
 struct Watched {
@@ -77,9 +83,10 @@ struct Watched {
     fingerprint: Option<Fingerprint>,
     current: Option<Current>,
     /// The last good configuration.
-    good: Option<Arc<AgentConfiguration>>,
+    good: Option<Latest>,
     /// The last attempt to read the file failed.
     is_failing: bool,
+    kas: KasFile,
     streams: Vec<Weak<ConfigStream>>,
     /// Streams of agents that have another commit than this replica: it may be a newer one.
     unconfirmed: Vec<Weak<ConfigStream>>,
@@ -92,6 +99,88 @@ impl Watched {
         self.unconfirmed.retain(|stream| stream.strong_count() > 0);
         !self.streams.is_empty() || !self.unconfirmed.is_empty()
     }
+}
+
+/// What is known of `kas.yaml` of an agent.
+#[derive(Debug, Default)]
+struct KasFile {
+    fingerprint: Option<Fingerprint>,
+    state: KasState,
+}
+
+/// What was read of `kas.yaml`.
+#[derive(Debug)]
+struct KasRead {
+    fingerprint: Fingerprint,
+    /// The inner error is a text for the author.
+    parsed: Result<Result<KasYaml, String>, Error>,
+    /// The path, for people.
+    shown: String,
+}
+
+impl KasFile {
+    fn note(&mut self, agent: AgentId, read: KasRead) {
+        let KasRead { fingerprint, parsed, shown } = read;
+        match parsed {
+            Ok(Ok(parsed)) => {
+                self.fingerprint = Some(fingerprint);
+                if self.state.good.as_deref() != Some(&parsed) {
+                    self.state.good = Some(Arc::new(parsed));
+                }
+                self.state.flaw = None;
+            }
+            Ok(Err(flaw)) => {
+                self.fingerprint = Some(fingerprint);
+                if self.state.flaw.as_ref() != Some(&flaw) {
+                    let consequence = match self.state.good {
+                        Some(_) => "the last good one stays",
+                        None => "no manifests are applied",
+                    };
+                    tracing::warn!(
+                        agent.id = agent.get(),
+                        path = shown,
+                        error = flaw,
+                        consequence,
+                        "kas.yaml of an agent is invalid"
+                    );
+                }
+                self.state.flaw = Some(flaw);
+            }
+            // What is known stays, and the next check tries again.
+            Err(error) => {
+                tracing::debug!(agent.id = agent.get(), %error, "kas.yaml of an agent cannot be read");
+                self.fingerprint = None;
+            }
+        }
+    }
+}
+
+/// What `kas.yaml` of an agent says.
+#[derive(Debug, Clone, Default)]
+pub struct KasState {
+    /// The last good file. `None`: the file was not read yet, or there was only a wrong one.
+    pub good: Option<Arc<KasYaml>>,
+    /// Why the current file is not good.
+    pub flaw: Option<String>,
+}
+
+/// The last good configuration of an agent.
+#[derive(Debug, Clone)]
+pub struct Latest {
+    /// The version of its file, as agents get it: of a repository, the commit.
+    pub commit: Arc<str>,
+    /// What the file says.
+    pub configuration: Arc<AgentConfiguration>,
+}
+
+/// What of its configuration an agent gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shown {
+    /// All of it.
+    #[default]
+    All,
+    /// All but `gitops`: somebody else applies its manifests, or nobody does.
+    WithoutGitops,
 }
 
 /// The current state of a file.
@@ -159,7 +248,7 @@ impl AgentConfigs {
     }
 
     /// Opens a stream for `agent`, which last received `commit`.
-    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str) -> Arc<ConfigStream> {
+    pub fn subscribe(&self, agent: &Arc<Agent>, commit: &str, shown: Shown) -> Arc<ConfigStream> {
         let mut watched = self.watched();
         let ended = match &self.source {
             Source::Projects(projects) => Some(projects.add(agent.project_id, agent.id)),
@@ -167,6 +256,7 @@ impl AgentConfigs {
         };
         let stream = Arc::new(ConfigStream {
             agent: Arc::clone(agent),
+            shown,
             state: Mutex::new(StreamState { seen: commit.to_owned(), next: None, end: None, waker: None }),
             ended,
             since: Instant::now(),
@@ -181,12 +271,14 @@ impl AgentConfigs {
             current: None,
             good: None,
             is_failing: false,
+            kas: KasFile::default(),
             streams: Vec::new(),
             unconfirmed: Vec::new(),
         });
         if entry.name != agent.name || entry.project != agent.project_id {
             // What was read is of another file.
             (entry.fingerprint, entry.current, entry.good) = (None, None, None);
+            entry.kas = KasFile::default();
             (entry.name, entry.project) = (Arc::clone(&agent.name), agent.project_id);
         }
         // Another replica may have sent a newer commit than this one knows. The repository is checked first,
@@ -215,8 +307,28 @@ impl AgentConfigs {
     }
 
     /// Returns the last good configuration of an agent that has a stream open here. `None`: it is not known.
-    pub fn latest(&self, agent: &Agent) -> Option<Arc<AgentConfiguration>> {
+    pub fn latest(&self, agent: &Agent) -> Option<Latest> {
         self.watched().get(&agent.id)?.good.clone()
+    }
+
+    /// Returns what `kas.yaml` of an agent says that has a stream open here. `None`: it is not known.
+    pub fn kas_yaml(&self, agent: &Agent) -> Option<KasState> {
+        Some(self.watched().get(&agent.id)?.kas.state.clone())
+    }
+
+    /// Reads `kas.yaml` of an agent that has no stream open here. `None`: it cannot be read, or it is in a
+    /// project of GitLab, which is read only for agents with streams.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn read_kas_yaml(&self, agent: &Agent) -> Option<KasState> {
+        let Source::Files { repository, prefix } = &self.source else { return None };
+        let path = kas_path_of(prefix, &agent.name).ok()?;
+        let file = repository.file(&Revision::Head, &path, self.limit).await.ok()?;
+        Some(match parsed_kas_yaml(file.content, &repository.shown(&path)) {
+            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None },
+            Err(flaw) => KasState { good: None, flaw: Some(flaw) },
+        })
     }
 
     /// Checks files on this host now instead of at the next interval, because a notice says that they have
@@ -259,8 +371,40 @@ impl AgentConfigs {
 
     /// Shows what was read of the file of an agent: what is there now, or why that is not known.
     fn publish(&self, agent: AgentId, fingerprint: Fingerprint, current: Result<Current, Error>) {
-        let mut watched = self.watched();
-        let Some(entry) = watched.get_mut(&agent) else { return };
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            self.show(agent, entry, fingerprint, current);
+        }
+    }
+
+    /// As [`publish`](Self::publish), together with what was read of `kas.yaml`: what was committed together
+    /// becomes effective together.
+    fn publish_both(
+        &self,
+        agent: AgentId,
+        kas: KasRead,
+        fingerprint: Fingerprint,
+        current: Result<Current, Error>,
+    ) {
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            entry.kas.note(agent, kas);
+            self.show(agent, entry, fingerprint, current);
+        }
+    }
+
+    /// Keeps what was read of `kas.yaml` of an agent.
+    fn publish_kas_yaml(&self, agent: AgentId, kas: KasRead) {
+        if let Some(entry) = self.watched().get_mut(&agent) {
+            entry.kas.note(agent, kas);
+        }
+    }
+
+    fn show(
+        &self,
+        agent: AgentId,
+        entry: &mut Watched,
+        fingerprint: Fingerprint,
+        current: Result<Current, Error>,
+    ) {
         match current {
             Ok(current) => {
                 (entry.fingerprint, entry.is_failing) = (Some(fingerprint), false);
@@ -290,8 +434,9 @@ impl AgentConfigs {
                 if let Some(reports) = self.reports.as_ref().filter(|_| is_new) {
                     reports.changed(agent);
                 }
-                if let Current::Good { configuration, .. } = &current {
-                    entry.good = Some(Arc::new((**configuration).clone()));
+                if let Current::Good { commit, configuration, .. } = &current {
+                    let configuration = Arc::new((**configuration).clone());
+                    entry.good = Some(Latest { commit: commit.as_str().into(), configuration });
                 }
                 entry.current = Some(current);
             }
@@ -348,10 +493,23 @@ impl AgentConfigs {
     }
 }
 
+/// Parses what was read of a file; an absent one has the defaults.
+fn parsed_kas_yaml(content: Content, shown: &str) -> Result<KasYaml, String> {
+    match content {
+        Content::Absent => Ok(KasYaml::default()),
+        content => kas_yaml::parse(&content.into_data(shown).map_err(|error| error.to_string())?),
+    }
+}
+
 /// Returns the path of the file of an agent.
 fn path_of(prefix: &str, name: &str) -> Result<RepoPath, Error> {
     // Names are checked by the identity: they contain no separators or dots.
     RepoPath::new(format!("{prefix}{name}{FILE}")).map_err(|error| Error::User(error.to_string()))
+}
+
+/// Returns the path of `kas.yaml` of an agent.
+fn kas_path_of(prefix: &str, name: &str) -> Result<RepoPath, Error> {
+    RepoPath::new(format!("{prefix}{name}{KAS_FILE}")).map_err(|error| Error::User(error.to_string()))
 }
 
 fn version(commit: Option<Commit>) -> String {
@@ -362,6 +520,7 @@ fn version(commit: Option<Commit>) -> String {
 #[derive(Debug)]
 pub struct ConfigStream {
     agent: Arc<Agent>,
+    shown: Shown,
     state: Mutex<StreamState>,
     /// Told when the stream ends.
     ended: Option<Arc<Notify>>,
@@ -406,14 +565,16 @@ impl ConfigStream {
         match current {
             Current::Good { commit, .. } if *commit == state.seen => return,
             Current::Good { commit, configuration, .. } => {
-                let message = ConfigurationResponse {
-                    configuration: Some(AgentConfiguration {
-                        agent_id: self.agent.id.get(),
-                        project_id: self.agent.project_id,
-                        ..(**configuration).clone()
-                    }),
-                    commit_id: commit.clone(),
+                let mut configuration = AgentConfiguration {
+                    agent_id: self.agent.id.get(),
+                    project_id: self.agent.project_id,
+                    ..(**configuration).clone()
                 };
+                if self.shown == Shown::WithoutGitops {
+                    configuration.gitops = None;
+                }
+                let configuration = Some(configuration);
+                let message = ConfigurationResponse { configuration, commit_id: commit.clone() };
                 state.seen.clone_from(commit);
                 state.next = Some(grpc::encode(&message));
             }

@@ -10,21 +10,23 @@ use std::{
 use git_sources::{Follower, Repositories, RepositoryId, code};
 use ids::AgentId;
 use parking_lot::Mutex;
-use repository::{Commit, Content, Error, Fingerprint, ReadLimits, RepoPath, Revision};
+use repository::{Commit, Content, Error, Fingerprint, ReadLimits, Revision};
 use tokio::{
     sync::Notify,
     task::{Id, JoinSet},
     time::Instant,
 };
 
-use crate::{AgentConfigs, ConfigStream, PREFIX, Source, path_of, version};
+use crate::{
+    AgentConfigs, ConfigStream, KasRead, PREFIX, Source, kas_path_of, parsed_kas_yaml, path_of, version,
+};
 
 /// The wait after the first failure to read files. It doubles with each further one.
 const BACKOFF: Duration = Duration::from_secs(1);
 /// The longest wait after a failure.
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
-/// Files that are read by one call.
-const FILES: usize = 100;
+/// Agents whose files are read by one call, two for each.
+const AGENTS: usize = 100;
 /// How long a check may take that was asked for by an agent with a commit that is unknown here.
 const CHECK: Duration = Duration::from_secs(12);
 
@@ -244,9 +246,11 @@ impl AgentConfigs {
             return Ok(());
         }
         let repository = follower.repository()?;
-        for agents in agents.chunks(FILES) {
-            let paths =
-                agents.iter().map(|(_, name)| path_of(PREFIX, name)).collect::<Result<Vec<RepoPath>, _>>()?;
+        for agents in agents.chunks(AGENTS) {
+            let mut paths = Vec::with_capacity(2 * agents.len());
+            for (_, name) in agents {
+                paths.extend([kas_path_of(PREFIX, name)?, path_of(PREFIX, name)?]);
+            }
             let contents = match &commit {
                 None => vec![Content::Absent; paths.len()],
                 Some(commit) => {
@@ -254,21 +258,25 @@ impl AgentConfigs {
                     repository.read(commit, &paths, limits).await?
                 }
             };
-            let read: Vec<_> = agents
-                .iter()
-                .zip(&paths)
-                .zip(contents)
-                .map(|(((agent, name), path), content)| {
-                    let place = repository.place(&Revision::Head, path);
-                    (*agent, Arc::clone(name), content, repository.shown(path), place)
-                })
-                .collect();
+            let mut contents = paths.iter().zip(contents);
+            let mut read = Vec::with_capacity(agents.len());
+            for (agent, name) in agents {
+                let (Some((kas_path, kas)), Some((path, content))) = (contents.next(), contents.next())
+                else {
+                    return Err(Error::io("fewer files were read than were asked for".to_owned()));
+                };
+                let kas = (kas, repository.shown(kas_path));
+                let place = repository.place(&Revision::Head, path);
+                read.push((*agent, Arc::clone(name), kas, content, repository.shown(path), place));
+            }
             let this = Arc::clone(self);
             // Parsing takes milliseconds for a large file.
             let parsed = tokio::task::spawn_blocking(move || {
-                for (agent, name, content, shown, place) in read {
+                for (agent, name, (kas, kas_shown), content, shown, place) in read {
                     let current = this.parsed(&name, version(commit), content, &shown, || place);
-                    this.publish(agent, fingerprint(commit), Ok(current));
+                    let parsed = Ok(parsed_kas_yaml(kas, &kas_shown));
+                    let kas = KasRead { fingerprint: fingerprint(commit), parsed, shown: kas_shown };
+                    this.publish_both(agent, kas, fingerprint(commit), Ok(current));
                 }
             });
             if let Err(error) = parsed.await {

@@ -65,7 +65,7 @@ impl Setup {
 
     fn subscribe(&self, id: i64) -> Arc<ConfigStream> {
         let agent = Agent { id: AgentId::new(id).unwrap(), name: "demo".into(), project_id: 3 };
-        self.configs.subscribe(&Arc::new(agent), "")
+        self.configs.subscribe(&Arc::new(agent), "", Shown::All)
     }
 
     fn publish(&self, commit: &str, json: &str) {
@@ -187,4 +187,48 @@ async fn an_invalid_file_is_not_reported() {
     assert!(s.is_quiet(180 * MINUTE).await);
     s.publish("a", "{}");
     assert_eq!(s.next().await.0, 7, "it is good again");
+}
+
+#[tokio::test]
+async fn kas_yaml_of_a_folder_is_followed_and_read_without_a_stream() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let folder = dir.path().join("agents/demo");
+    std::fs::create_dir_all(&folder).unwrap();
+    let write = |content: &str| {
+        std::fs::write(folder.join("new"), content).unwrap();
+        std::fs::rename(folder.join("new"), folder.join("kas.yaml")).unwrap();
+    };
+    write("environments: [production]");
+    let configs = Arc::new(AgentConfigs {
+        source: Source::Files { repository: Arc::new(Folder::new(dir.path())), prefix: PREFIX_OF_FOLDER },
+        limit: 1_000,
+        watched: Mutex::default(),
+        look: Notify::new(),
+        reports: None,
+    });
+    let agent = Arc::new(Agent { id: AgentId::new(7).unwrap(), name: "demo".into(), project_id: 3 });
+    let names = |state: &KasState| {
+        let good = state.good.as_ref()?;
+        Some(good.environments.iter().map(ToString::to_string).collect::<Vec<_>>())
+    };
+    let read = configs.read_kas_yaml(&agent).await.unwrap();
+    assert_eq!(names(&read), Some(vec!["production".to_owned()]));
+    assert!(configs.kas_yaml(&agent).is_none(), "no stream is open");
+
+    let _stream = configs.subscribe(&agent, "", Shown::All);
+    let task = tokio::spawn(Arc::clone(&configs).run());
+    let until = async |condition: &dyn Fn(&KasState) -> bool| {
+        let found = async {
+            while !configs.kas_yaml(&agent).is_some_and(|state| condition(&state)) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), found).await.expect("it is read");
+    };
+    until(&|state| names(state) == Some(vec!["production".to_owned()])).await;
+    write("environments: staging]");
+    until(&|state| state.flaw.is_some() && names(state) == Some(vec!["production".to_owned()])).await;
+    std::fs::remove_file(folder.join("kas.yaml")).unwrap();
+    until(&|state| state.flaw.is_none() && names(state) == Some(Vec::new())).await;
+    task.abort();
 }

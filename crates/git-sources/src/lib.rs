@@ -13,7 +13,7 @@ mod schedule;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use ids::Selector;
 use kas_config::{LocalRepository, Place};
@@ -41,7 +41,14 @@ pub struct Local {
     /// The agents that may read it; `None`: nobody may.
     pub agents: Option<Selector>,
     repository: Arc<dyn Repository>,
+    /// The time between two checks.
+    period: Duration,
 }
+
+/// The time between two checks of a bare repository, which cost less than a millisecond.
+const BARE: Duration = Duration::from_millis(150);
+/// The same for a folder, all of whose files are looked at.
+const FOLDER: Duration = Duration::from_millis(500);
 
 /// Returns the repositories on this host, by their names.
 fn local(configured: &[LocalRepository]) -> HashMap<String, Local> {
@@ -65,7 +72,11 @@ fn local(configured: &[LocalRepository]) -> HashMap<String, Local> {
         .iter()
         .map(|one| {
             let repository = open(&one.place, one.default_branch.as_deref());
-            (one.name.clone(), Local { id: one.id, agents: one.agents.clone(), repository })
+            let period = match one.place {
+                Place::Bare(_) => BARE,
+                Place::Folder(_) => FOLDER,
+            };
+            (one.name.clone(), Local { id: one.id, agents: one.agents.clone(), repository, period })
         })
         .collect()
 }

@@ -29,8 +29,6 @@ const MOST: usize = 100_000;
 const MOST_CHECKS: usize = 64;
 /// Calls that read files at the same time.
 const MOST_READING: usize = 16;
-/// The time between two checks of a repository on this host, which cost no call.
-const LOCAL_PERIOD: Duration = Duration::from_millis(300);
 /// How long a revision that nobody follows is remembered, so that an agent that calls again finds it.
 const LINGER: Duration = Duration::from_secs(60);
 
@@ -173,6 +171,10 @@ impl Repositories {
         self.local.get(name)
     }
 
+    fn local_by_id(&self, id: RepositoryId) -> Option<&Local> {
+        self.local.values().find(|local| RepositoryId::Local(local.id) == id)
+    }
+
     /// Whether there are the repositories of GitLab's projects.
     pub fn has_projects(&self) -> bool {
         self.projects.is_some()
@@ -196,7 +198,7 @@ impl Repositories {
         revision: &Revision,
         period: Duration,
     ) -> Result<Follower, TooMany> {
-        let period = if matches!(id, RepositoryId::Local(_)) { LOCAL_PERIOD } else { period };
+        let period = self.local_by_id(id).map_or(period, |local| local.period);
         let now = Instant::now();
         let mut state = self.state.lock();
         let known = state.by_revision.get(&(id, revision.clone())).copied();
@@ -382,16 +384,19 @@ impl Repositories {
         ending.result = Some(result);
     }
 
-    fn open(&self, id: RepositoryId, before: Option<&Opened>) -> Result<Opened, Error> {
+    /// Opens a repository where it is now. `before`: as it was opened before.
+    ///
+    /// # Errors
+    /// [`Error::Denied`]: it is not known where it is, and [`ask_again`](Self::ask_again) may help.
+    /// [`Error::Backend`].
+    pub fn open(&self, id: RepositoryId, before: Option<&Opened>) -> Result<Opened, Error> {
         match (id, &self.projects) {
             (RepositoryId::Project(project), Some(projects)) => projects.open(project, before),
             (RepositoryId::Project(_), None) => Err(unknown("there is no GitLab")),
-            (RepositoryId::Local(id), _) => {
-                let local = self.local.values().find(|local| local.id == id);
-                local
-                    .map(|local| Opened::from(Arc::clone(&local.repository)))
-                    .ok_or_else(|| unknown("it is not configured"))
-            }
+            (RepositoryId::Local(_), _) => self
+                .local_by_id(id)
+                .map(|local| Opened::from(Arc::clone(&local.repository)))
+                .ok_or_else(|| unknown("it is not configured")),
         }
     }
 
@@ -445,7 +450,7 @@ impl Repositories {
         let due = if std::mem::take(&mut poller.again) {
             poller.soonest(now)
         } else if matches!(poller.id, RepositoryId::Local(_)) && outcome != Outcome::Failed {
-            now + LOCAL_PERIOD
+            now + poller.period
         } else {
             let wait = poller.schedule.wait(now, poller.period, least, rand::random());
             now + wait

@@ -51,6 +51,13 @@ pub struct Opened {
     pub(crate) polled: Arc<dyn Repository>,
 }
 
+impl Opened {
+    /// Returns the repository, for reading.
+    pub fn repository(&self) -> &Arc<dyn Repository> {
+        &self.repository
+    }
+}
+
 impl From<Arc<dyn Repository>> for Opened {
     fn from(repository: Arc<dyn Repository>) -> Self {
         Self { location: None, polled: Arc::clone(&repository), repository }

@@ -79,6 +79,10 @@ impl GitalyMetrics {
             Unit::Seconds,
             metrics.seconds.clone(),
         );
+        // They exist from the start, so that the first failure is an increase.
+        for code in ["OK", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"] {
+            metrics.calls.get_or_create(&CallLabel { rpc: Rpc::FindCommit, code });
+        }
         metrics
     }
 

@@ -191,6 +191,27 @@ async fn configurations_of_agents_are_sent_as_they_are() {
 }
 
 #[tokio::test]
+async fn usage_is_reported_an_hour_later_if_gitlab_refuses_it() {
+    let s = Setup::new(GitLab::start().await.unwrap()).await;
+    let client = Arc::new(s.client());
+    let usage = Arc::new(usage::Usage::default());
+    s.gitlab.reply(Reply::status("404 X"));
+    let before = |usage: &usage::Usage| usage.count_syncs(1);
+    let period = Duration::from_millis(5);
+    let reporting = tokio::spawn(Arc::clone(&usage).report(client, period, before));
+    let first = async {
+        while s.gitlab.requests().is_empty() {
+            tokio::time::sleep(period).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), first).await.unwrap();
+    // Without the pause, many reports would have come in this time.
+    tokio::time::sleep(40 * period).await;
+    assert_eq!(s.gitlab.requests().len(), 1);
+    reporting.abort();
+}
+
+#[tokio::test]
 async fn usage_is_kept_until_gitlab_has_it() {
     let s = Setup::new(GitLab::start().await.unwrap()).await;
     let client = s.client();

@@ -1,4 +1,4 @@
-//! How much the Kubernetes API endpoint is used, as GitLab counts it.
+//! How much the Kubernetes API endpoint, GitOps and Flux are used, as GitLab counts it.
 
 use std::{collections::BTreeSet, mem, sync::Arc, time::Duration};
 
@@ -8,11 +8,13 @@ use process::error::chain;
 use serde_json::{Map, Value, json};
 use tokio::time::MissedTickBehavior;
 
-use crate::{Client, GitLabApi, LookupError};
+use crate::{Client, Failure, GitLabApi, LookupError};
 
 /// The path of every version.
 const USAGE_METRICS: &str = "/api/v4/internal/kubernetes/usage_metrics";
-/// The most users, and agents, of one kind of access that are remembered until the next report. Others are
+/// The next report after GitLab said that it does not take them.
+const REFUSED: Duration = Duration::from_secs(3600);
+/// The most users, agents, and projects, of one kind of access that are remembered until the next report. Others are
 /// not reported.
 const MOST_IDS: usize = 100_000;
 
@@ -49,6 +51,11 @@ struct Counts {
     requests: u64,
     /// In the order of [`Access::ALL`].
     by_access: [CountsOfAccess; 3],
+    /// Sets of manifests that were applied, or sent to agents that apply them.
+    syncs: u64,
+    /// Pushes that agents with Flux were told of, and the projects.
+    pushes: u64,
+    pushed: BTreeSet<i64>,
 }
 
 #[derive(Debug, Default)]
@@ -74,17 +81,43 @@ impl Usage {
         }
     }
 
-    /// Reports to GitLab every `period`, which is above zero. Runs forever.
-    pub async fn report(self: Arc<Self>, client: Arc<Client>, period: Duration) {
+    /// Counts sets of manifests that were applied, or sent to an agent that applies them.
+    pub fn count_syncs(&self, syncs: u64) {
+        let mut counts = self.0.lock();
+        counts.syncs = counts.syncs.saturating_add(syncs);
+    }
+
+    /// Counts a push that an agent with Flux was told of, and the id of its project if that is known.
+    pub fn count_push(&self, project: Option<i64>) {
+        let mut counts = self.0.lock();
+        let counts = &mut *counts;
+        counts.pushes = counts.pushes.saturating_add(1);
+        counts.pushed.extend(project.filter(|_| counts.pushed.len() < MOST_IDS));
+    }
+
+    /// Reports to GitLab every `period`, which is above zero; an hour later if GitLab takes no reports. Runs
+    /// forever. `before` is called before each report, to count what others have counted.
+    pub async fn report(self: Arc<Self>, client: Arc<Client>, period: Duration, before: impl Fn(&Self)) {
         let mut ticks = tokio::time::interval(period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            if let Err(error) = self.report_once(&client).await {
-                tracing::warn!(
-                    error = chain(&error),
-                    "usage could not be reported to GitLab: kept for the next report"
-                );
+            before(&self);
+            match self.report_once(&client).await {
+                Ok(()) => {}
+                Err(error @ LookupError::Failed(Failure::Status(status)))
+                    if [400, 404].contains(&status.as_u16()) =>
+                {
+                    let error = chain(&error);
+                    tracing::warn!(error, "GitLab takes no reports of usage: the next one in an hour");
+                    ticks.reset_after(REFUSED);
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        error = chain(&error),
+                        "usage could not be reported to GitLab: kept for the next report"
+                    );
+                }
             }
         }
     }
@@ -107,6 +140,9 @@ impl Usage {
 impl Counts {
     fn add(&mut self, other: Self) {
         self.requests = self.requests.saturating_add(other.requests);
+        self.syncs = self.syncs.saturating_add(other.syncs);
+        self.pushes = self.pushes.saturating_add(other.pushes);
+        add(&mut self.pushed, other.pushed);
         for (own, other) in self.by_access.iter_mut().zip(other.by_access) {
             own.requests = own.requests.saturating_add(other.requests);
             add(&mut own.users, other.users);
@@ -117,17 +153,27 @@ impl Counts {
     /// Returns the counters above zero, for a version of GitLab.
     fn to_json(&self, api: GitLabApi) -> Map<String, Value> {
         let mut json = Map::new();
-        if self.requests == 0 {
-            return json;
-        }
         // A version ignores the counters of the others.
         if api != GitLabApi::Today {
-            json.insert("k8s_api_proxy_request_count".to_owned(), self.requests.into());
+            for (name, count) in
+                [("gitops_sync_count", self.syncs), ("k8s_api_proxy_request_count", self.requests)]
+            {
+                if count > 0 {
+                    json.insert(name.to_owned(), count.into());
+                }
+            }
         }
         if api == GitLabApi::V14 {
             return json;
         }
-        let mut counters = Map::from_iter([("k8s_api_proxy_request".to_owned(), self.requests.into())]);
+        let mut counters = Map::new();
+        for (name, count) in
+            [("k8s_api_proxy_request", self.requests), ("flux_git_push_notifications_total", self.pushes)]
+        {
+            if count > 0 {
+                counters.insert(name.to_owned(), count.into());
+            }
+        }
         let mut unique = Map::new();
         for (access, counts) in Access::ALL.into_iter().zip(&self.by_access) {
             let access = access.as_str();
@@ -144,7 +190,12 @@ impl Counts {
                 }
             }
         }
-        json.insert("counters".to_owned(), counters.into());
+        if !self.pushed.is_empty() {
+            unique.insert("flux_git_push_notified_unique_projects".to_owned(), json!(self.pushed));
+        }
+        if !counters.is_empty() {
+            json.insert("counters".to_owned(), counters.into());
+        }
         if !unique.is_empty() {
             json.insert("unique_counters".to_owned(), unique.into());
         }
@@ -195,6 +246,27 @@ mod tests {
         let mut both = today;
         both.as_object_mut().unwrap().extend(old.as_object().unwrap().clone());
         assert_eq!(of(GitLabApi::Any), both);
+    }
+
+    #[test]
+    fn syncs_and_pushes_are_counted_without_requests() {
+        let usage = Usage::default();
+        usage.count_syncs(2);
+        usage.count_push(Some(5));
+        usage.count_push(Some(5));
+        usage.count_push(Some(3));
+        usage.count_push(None);
+        let of = |api| Value::Object(usage.0.lock().to_json(api));
+        assert_eq!(of(GitLabApi::V14), json!({ "gitops_sync_count": 2 }));
+        let today = json!({
+            "counters": { "flux_git_push_notifications_total": 4 },
+            "unique_counters": { "flux_git_push_notified_unique_projects": [3, 5] },
+        });
+        assert_eq!(of(GitLabApi::Today), today);
+        let usage = Usage::default();
+        usage.count_syncs(1);
+        // GitLab of today counts no syncs, so there is nothing to report.
+        assert!(usage.0.lock().to_json(GitLabApi::Today).is_empty());
     }
 
     #[test]

@@ -126,6 +126,35 @@ impl GitLabIdentity {
     }
 }
 
+impl GitLabIdentity {
+    /// Returns the token of the newest stream of an agent, with which GitLab is asked what the agent may do.
+    /// `None`: no stream of it is open here.
+    pub fn token(&self, agent: AgentId) -> Option<SecretSlice<u8>> {
+        let state = self.shared.state.lock();
+        let is_of_agent =
+            |session: &Arc<Session>| session.agent.load().as_ref().is_some_and(|known| known.id == agent);
+        let newest = state.newest.get(&agent).and_then(Weak::upgrade).filter(is_of_agent);
+        let session = newest.or_else(|| {
+            // Its streams have ended, but another token of the agent may still be in use.
+            state.tokens.values().filter_map(Entry::open_session).find(is_of_agent)
+        })?;
+        Some(session.token.expose_secret().to_vec().into())
+    }
+
+    fn note_newest(&self, authenticated: &Authenticated) {
+        let hold = authenticated.hold.0.clone();
+        let Some(session) = hold.and_then(|hold| hold.downcast::<Session>().ok()) else { return };
+        let mut state = self.shared.state.lock();
+        if state.newest.len() >= MAX_TOKENS && !state.newest.contains_key(&authenticated.agent.id) {
+            state.newest.retain(|_, session| session.strong_count() > 0);
+            if state.newest.len() >= MAX_TOKENS {
+                return;
+            }
+        }
+        state.newest.insert(authenticated.agent.id, Arc::downgrade(&session));
+    }
+}
+
 impl fmt::Debug for GitLabIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GitLabIdentity")
@@ -141,15 +170,19 @@ impl Identity for GitLabIdentity {
         if token.is_empty() {
             return Err(IdentityError::Unknown);
         }
-        let mut lookup = match self.shared.answer(token, from.map(network)) {
-            Answer::Known(result) => return result,
-            Answer::Pending(lookup) => lookup,
+        let result = match self.shared.answer(token, from.map(network)) {
+            Answer::Known(result) => result,
+            Answer::Pending(mut lookup) => {
+                match tokio::time::timeout(LOOKUP_WAIT, lookup.wait_for(Option::is_some)).await {
+                    Ok(Ok(result)) => result.clone().unwrap_or(Err(IdentityError::Unavailable)),
+                    Ok(Err(_)) | Err(_) => Err(IdentityError::Unavailable),
+                }
+            }
         };
-        let result = tokio::time::timeout(LOOKUP_WAIT, lookup.wait_for(Option::is_some)).await;
-        match result {
-            Ok(Ok(result)) => result.clone().unwrap_or(Err(IdentityError::Unavailable)),
-            Ok(Err(_)) | Err(_) => Err(IdentityError::Unavailable),
+        if let Ok(authenticated) = &result {
+            self.note_newest(authenticated);
         }
+        result
     }
 
     fn changes(&self) -> watch::Receiver<u64> {
@@ -225,6 +258,8 @@ struct State {
     lookups: usize,
     /// The agents that GitLab has returned; at most as many as tokens.
     by_id: HashMap<AgentId, Arc<Agent>>,
+    /// The session that was authenticated last, of each agent.
+    newest: HashMap<AgentId, Weak<Session>>,
     /// Tokens that belonged to an agent.
     agents: Recent<TokenHash>,
     /// The networks they came from.

@@ -62,13 +62,13 @@ use crate::{
     pushes::Pushes,
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
-    sync::{self, HeldAgents, LocalSources, SyncService, TunnelClusters},
+    sync,
 };
 use kas_config::{self, Attempts, Config, Problems};
 use observe::Observer;
 use observe::audit::{self, AuditMetrics};
 use observe::refusals::Refusals;
-use planner::{PlannerMetrics, Planners};
+use planner::PlannerMetrics;
 use routing::{
     metrics::RequestMetrics,
     rate_limit::RateLimit,
@@ -489,34 +489,18 @@ impl Kas {
                 Box::new(move |agent| Some(identity.agent(agent)?.project_id)),
             )
         };
-        let held = HeldAgents::new(
-            Arc::clone(&identity),
-            Arc::clone(&tunnels),
-            Arc::clone(&configs),
-            &config.agent.configuration,
-        );
-        let planners = Planners::new(planner::Parts {
+        let uses = git::PlannerUses {
             me: replica.id.clone(),
+            identity: Arc::clone(&identity),
+            tunnels: Arc::clone(&tunnels),
+            configs: Arc::clone(&configs),
             tracker: Arc::clone(&tracker),
-            agents: Arc::clone(&held) as _,
-            sources: Arc::new(LocalSources::new(&config.repositories)),
-            clusters: Arc::new(TunnelClusters {
-                router: Arc::clone(&router),
-                observer: Arc::clone(&observer),
-                tunnels: config.agent.listen.max_tunnels_per_agent as usize,
-                me: replica.id.clone(),
-            }),
-            metrics: planner_metrics,
-            applier: sync::applier(&config.agent.gitops),
-            limits: sync::limits(&config.agent.gitops),
-            timing: planner::Timing::default(),
-        });
-        let sync = SyncService::new(
-            Arc::clone(&planners),
-            Arc::clone(&tracker),
-            replica.id.clone(),
-            mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
-        );
+            router: Arc::clone(&router),
+            observer: Arc::clone(&observer),
+            metrics: Arc::clone(&planner_metrics),
+            peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+        };
+        let (planners, sync) = git.planners(&config, uses);
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -548,12 +532,16 @@ impl Kas {
         if let Some(gitlab) = &gitlab {
             parts.add(Part::default().service(Arc::new(GitlabAccess::new(Arc::clone(gitlab)))));
         }
-        if let Some(flux) = git.flux(&pushes, lifecycle.watch()) {
+        let (usage, reports) = git::usage(&config, gitlab.as_ref(), planner_metrics).unzip();
+        if let Some(reports) = reports {
+            parts.add(Part::default().task(reports));
+        }
+        if let Some(flux) = git.flux(&pushes, lifecycle.watch(), usage.clone()) {
             parts.add(Part::default().service(flux));
         }
         parts.add(
             Part::default()
-                .service(git.manifests(&config, lifecycle.watch()))
+                .service(git.manifests(&config, lifecycle.watch(), usage.clone()))
                 .task(Arc::clone(&git.repositories).run())
                 .task(Arc::clone(&pushes).tell(Arc::clone(&tracker), peers)),
         );
@@ -583,12 +571,7 @@ impl Kas {
                 private_server(&config, private_api, listener, private_tls, service),
             ));
         }
-        parts.add(
-            Part::default()
-                .task(held.follow())
-                .task(Arc::clone(&planners).run())
-                .drain(move || planners.drain()),
-        );
+        parts.add(planners);
         parts.add(
             Part::default()
                 .drain({
@@ -614,7 +597,9 @@ impl Kas {
                 router: Arc::clone(&router),
                 identity: Arc::clone(&identity),
                 gitlab: users.gitlab.clone(),
+                usage,
                 tracker: Arc::clone(&tracker),
+                sync: Arc::clone(&sync),
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
@@ -649,6 +634,7 @@ impl Kas {
             services: parts.take_services(),
             registrar,
             configs: Arc::clone(&configs),
+            applier: sync::applier(&config.agent.gitops),
             metrics: agent_metrics,
             refusals,
             naming,

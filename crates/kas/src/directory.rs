@@ -12,7 +12,7 @@ use kubernetes_api::{Directory, ListedAgent};
 use process::error::chain;
 use tokio::sync::watch;
 
-use crate::listener::api::connected;
+use crate::connected::connected;
 
 /// The agents of the cluster, for the endpoint for kubectl.
 pub(crate) struct AgentDirectory {

@@ -6,6 +6,7 @@
 pub mod app;
 pub mod certificates;
 pub mod cli;
+mod connected;
 mod directory;
 pub mod listener;
 pub mod own_certificate;

@@ -1,8 +1,9 @@
-//! Connects the planners to this replica: its agents, its tunnels, the repositories on this host, and the
-//! other replicas.
+//! Connects the planners to this replica: its agents, its tunnels, the repositories, and the other replicas.
 
 mod agents;
 mod convert;
+mod diffs;
+mod environments;
 mod service;
 mod sources;
 
@@ -17,7 +18,10 @@ use routing::router::Router;
 
 pub(crate) use self::service::MAX_QUESTION;
 pub use self::service::SyncService;
-pub(crate) use self::{agents::HeldAgents, sources::LocalSources};
+pub(crate) use self::{
+    agents::HeldAgents,
+    sources::{AskGitLab, GitSources, Permissions},
+};
 
 /// How long one request to an API server may take.
 const TIMEOUT: Duration = Duration::from_secs(60);

@@ -122,7 +122,7 @@ fn request(url: &KasUrl, token: &Token) -> Result<Request<Full<Bytes>>, http::Er
 }
 
 /// Returns what an answer says: its message if it is a Kubernetes `Status`, and the HTTP status.
-fn said(status: StatusCode, body: &[u8]) -> String {
+pub(crate) fn said(status: StatusCode, body: &[u8]) -> String {
     #[derive(Deserialize)]
     struct StatusJson {
         message: String,

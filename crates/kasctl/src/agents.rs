@@ -83,7 +83,7 @@ const UNCONFIRMED: &str = "a connection whose KAS ends with ? is unconfirmed: a 
                            gives no sign of life, so it may have ended up to 5 minutes ago";
 
 /// The consequence for a list if a replica did not answer.
-const PARTIAL: &str = "the list is partial";
+pub(crate) const PARTIAL: &str = "the list is partial";
 
 /// Prints a warning for each replica that did not answer, with the consequence.
 pub(crate) fn warn<'a>(unanswered: impl IntoIterator<Item = &'a UnansweredReplica>, consequence: &str) {

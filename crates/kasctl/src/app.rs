@@ -7,7 +7,7 @@ use clap::{CommandFactory as _, Parser as _};
 use crate::{
     agents, api,
     cli::{Cli, Command, TokenCommand, TrackerCommand},
-    credential, diff,
+    credential, diff, environments,
     failure::{Exit, Failure},
     gitops, kubeconfig, login,
     output::{Output, note},
@@ -79,14 +79,13 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             })
             .await
         }
-        Command::Diff(args) => {
-            // Files are read before kas is called.
-            let files = args.path.as_deref().map(diff::read).transpose()?;
+        Command::Environments(args) => {
             api::with_client(global.settings(), async |client| {
-                Box::pin(diff::run(client, output, args, files, format)).await
+                environments::run(client, output, args, format).await
             })
             .await
         }
+        Command::Diff(args) => Box::pin(diff::run(global, output, args)).await,
         Command::Request(args) => {
             // A missing file is reported before kas is called.
             let prepared = request::Prepared::new(args).await?;

@@ -24,8 +24,10 @@ pub(crate) use self::{
 use crate::{
     address::Address,
     api::Settings,
+    credential_source::Source,
     duration,
     failure::Failure,
+    kas_url::KasUrl,
     link::TlsOptions,
     target::{self, Header, Target},
 };
@@ -38,6 +40,7 @@ Examples:
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
+  kasctl environments               the environments of agents, and how their manifests fare
   kasctl probe 7 --for 10m          would a user notice what you are about to do to kas?
   kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
                                     a context of kubectl for each agent that the token reaches
@@ -241,11 +244,29 @@ Examples:
   kasctl diff 7 --project group/manifests --path manifests  what the files of a folder would change
   kasctl diff 7 --project group/manifests --live            what was changed in the cluster by hand
   kasctl diff 7 --project group/manifests --ref main -o json
+  kasctl diff 7 --project group/manifests --path . --url https://kas.example.com/ --ci
+                                                            in a CI job, with its rights in the cluster
 
 The API server makes the diff by a dry run, so nothing is written. Of Secrets only the names of changed keys \
 are shown. Exit codes are those of kubectl diff: 0 without changes, 1 with changes, above that with errors.
 
 JSON is one line for each change: {\"action\", \"object\": {\"group\", \"kind\", \"namespace\", \"name\"}, \"file\", \"diff\", \"error\"}";
+const ENVIRONMENTS_HELP: &str = "\
+Examples:
+  kasctl environments                       all of them, with a row for each agent
+  kasctl environments review/my-branch      those that an agent must stand for to deploy it: also review/*
+  kasctl environments -o json | jq -r '.agents[] | select(.sync == \"failed\").name'
+
+An agent names its environments in kas.yaml beside its configuration file. CONNECTED is the number of its pods. \
+SYNC is the worst state of its manifest projects: failed, degraded, waiting, syncing or synced; PROJECTS are those \
+that are synced, and all. Of agents that are not connected, only those are listed whose files kas has on its own \
+host. If a replica did not answer, the exit code is 6.
+
+JSON is one document, and stable: fields may be added, but are not changed or removed.
+  {\"environments\": [{\"name\", \"agents\": [id]}],
+   \"agents\": [{\"id\", \"name\", \"project_id\", \"connections\", \"namespaces\": [], \"flaw\", \"sync\",
+               \"message\", \"projects\", \"synced\", \"to_prune\"}],
+   \"unanswered\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}]}";
 const COMPLETIONS_HELP: &str = "\
 Examples:
   source <(kasctl completions bash)
@@ -352,6 +373,9 @@ pub(crate) enum Command {
     /// Show what a sync of a manifest project would change in the cluster
     #[command(after_help = DIFF_HELP)]
     Diff(DiffArgs),
+    /// List the environments that agents stand for, and how their manifests fare
+    #[command(after_help = ENVIRONMENTS_HELP)]
+    Environments(EnvironmentsArgs),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
@@ -514,6 +538,49 @@ pub(crate) struct DiffArgs {
     /// The commit that was applied last: what was changed in the cluster since then
     #[arg(long, group = "of")]
     pub(crate) live: bool,
+    #[command(flatten)]
+    pub(crate) at: DiffAt,
+}
+
+/// The Kubernetes API endpoint, for a diff without the secret of the API listener.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Without the API secret")]
+pub(crate) struct DiffAt {
+    /// URL of the Kubernetes API endpoint of kas: ask there, with --path and a credential, and with its rights
+    #[arg(long, value_name = "URL", requires = "path", requires = "credential")]
+    pub(crate) url: Option<KasUrl>,
+    /// The token of the CI job of GitLab in which this runs: $CI_JOB_TOKEN
+    #[arg(long, group = "credential", requires = "url")]
+    ci: bool,
+    /// File with a token that is sent as it is, such as one of 'kasctl token user'
+    #[arg(long, value_name = "FILE", group = "credential", requires = "url", value_hint = ValueHint::FilePath)]
+    token_file: Option<PathBuf>,
+    /// File with a personal access token of GitLab with the scope k8s_proxy
+    #[arg(long, value_name = "FILE", group = "credential", requires = "url", value_hint = ValueHint::FilePath)]
+    pat_file: Option<PathBuf>,
+}
+
+impl DiffAt {
+    /// Returns the source of the credential.
+    pub(crate) fn source(&self) -> Source {
+        match self {
+            Self { token_file: Some(file), .. } => Source::TokenFile(file.clone()),
+            Self { pat_file: Some(file), .. } => Source::PatFile(file.clone()),
+            // One of them is required.
+            Self { .. } => Source::Ci,
+        }
+    }
+}
+
+/// Arguments of `environments`.
+#[derive(Debug, Args)]
+pub(crate) struct EnvironmentsArgs {
+    /// Only this environment, such as production or review/my-branch
+    #[arg(value_name = "ENVIRONMENT")]
+    pub(crate) environment: Option<String>,
+    /// Only agents of this configuration project
+    #[arg(long, value_name = "ID", value_parser = clap::value_parser!(i64).range(1..))]
+    pub(crate) project: Option<i64>,
 }
 
 /// Arguments of `request`.

@@ -7,6 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use process::clock;
 use proto::kas::api::v1::{
     DiffChange, DiffRequest, DiffResponse,
     diff_request::{File, Files, Of},
@@ -14,8 +15,9 @@ use proto::kas::api::v1::{
 use serde::Serialize;
 
 use crate::{
-    api::Client,
-    cli::{DiffArgs, Format},
+    api::{self, Client},
+    cli::{DiffArgs, Format, Global},
+    diff_at,
     explain::CallKind,
     failure::{Exit, Failure},
     file_error::FileError,
@@ -40,9 +42,37 @@ const ENDINGS: [&str; 3] = ["yaml", "yml", "json"];
 ///
 /// # Errors
 /// The files cannot be read, or there is no diff.
-pub(crate) async fn run(
+pub(crate) async fn run(global: Global, output: Output, args: DiffArgs) -> Result<Exit, Failure> {
+    match Box::pin(diff(global, output, args)).await {
+        // 1 means that there are changes.
+        Err(failure) if failure.exit() == Exit::Failure => {
+            note(&failure);
+            Ok(Exit::Usage)
+        }
+        done => done,
+    }
+}
+
+async fn diff(global: Global, output: Output, args: DiffArgs) -> Result<Exit, Failure> {
+    let format = global.output;
+    // Files are read before kas is called.
+    let files = args.path.as_deref().map(read).transpose()?;
+    if let (Some(url), Some(files)) = (&args.at.url, &files) {
+        let limit = global.timeout.unwrap_or(TIMEOUT);
+        let token = args.at.source().token(Some(args.agent), clock::wall()).await?;
+        let of = (args.agent, args.project.as_str());
+        let answer = diff_at::fetch(url, &global.tls(), &token, of, files, limit).await?;
+        return print(output, &answer, format).await;
+    }
+    api::with_client(global.settings(), async |client| {
+        Box::pin(ask(client, output, args, files, format)).await
+    })
+    .await
+}
+
+async fn ask(
     client: Client,
-    mut output: Output,
+    output: Output,
     args: DiffArgs,
     files: Option<Files>,
     format: Format,
@@ -55,32 +85,29 @@ pub(crate) async fn run(
     let call = client.call(CallKind::Kas, Some(TIMEOUT));
     let question = DiffRequest { agent_id: args.agent.get(), project: args.project, of: Some(of) };
     let request = client.request(&call, question)?;
-    let answered = client
+    let answer = client
         .within(&call, async {
             let answer = client.kas().diff(request).await;
             Ok(answer.map_err(|status| client.explain(&call, &status))?.into_inner())
         })
-        .await;
-    let answer = match answered {
-        // 1 means that there are changes.
-        Err(failure) if failure.exit() == Exit::Failure => {
-            note(&failure);
-            return Ok(Exit::Usage);
-        }
-        answered => answered?,
-    };
+        .await?;
+    print(output, &answer, format).await
+}
+
+/// Prints the changes.
+async fn print(mut output: Output, answer: &DiffResponse, format: Format) -> Result<Exit, Failure> {
     for warning in &answer.warnings {
         note(format_args!("warning: {}", printable(warning)));
     }
     match format {
-        Format::Table => output.write(text(&answer).as_bytes()).await?,
+        Format::Table => output.write(text(answer).as_bytes()).await?,
         Format::Json => {
             for change in &answer.changes {
                 output.json_line(&ChangeJson::from(change)).await?;
             }
         }
     }
-    Ok(exit(&answer))
+    Ok(exit(answer))
 }
 
 fn exit(answer: &DiffResponse) -> Exit {
@@ -149,7 +176,7 @@ impl<'a> From<&'a DiffChange> for ChangeJson<'a> {
 ///
 /// # Errors
 /// A file cannot be read, or there are too many or too large ones.
-pub(crate) fn read(folder: &Path) -> Result<Files, Failure> {
+fn read(folder: &Path) -> Result<Files, Failure> {
     let mut found = Vec::new();
     let mut size = 0;
     let mut open = vec![(folder.to_owned(), 0)];

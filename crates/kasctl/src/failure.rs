@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
-    agent_list, credential_source,
+    agent_list, credential_source, diff_at,
     file_error::{FileError, reason},
     jwt, kubeconfig_file, link, list_file, login_session, secret,
 };
@@ -80,6 +80,9 @@ pub(crate) enum Failure {
     /// The agents of a credential cannot be listed.
     #[error(transparent)]
     AgentList(#[from] agent_list::Error),
+    /// The Kubernetes API endpoint made no diff.
+    #[error(transparent)]
+    DiffAt(#[from] diff_at::Error),
     /// The list of agents is empty.
     #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
     NoAgents,
@@ -173,7 +176,8 @@ impl Failure {
             Self::PipeClosed => Exit::Ok,
             Self::Usage(_) | Self::Probe(_) | Self::NoOutcome => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
-            Self::AgentList(agent_list::Error::Connect { .. }) => Exit::Unreachable,
+            Self::AgentList(agent_list::Error::Connect { .. })
+            | Self::DiffAt(diff_at::Error::Connect { .. }) => Exit::Unreachable,
             Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
                 if error.is_unreachable() =>
             {
@@ -182,13 +186,15 @@ impl Failure {
             Self::Secret(_)
             | Self::Credential(_)
             | Self::Login(_)
-            | Self::AgentList(agent_list::Error::Refused { .. }) => Exit::Unauthenticated,
+            | Self::AgentList(agent_list::Error::Refused { .. })
+            | Self::DiffAt(diff_at::Error::Refused { .. }) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
             | Self::File(_)
             | Self::ListFile(_)
             | Self::AgentList(_)
+            | Self::DiffAt(_)
             | Self::NoAgents
             | Self::NoConnectedAgent
             | Self::LargeCaFile { .. }

@@ -81,6 +81,11 @@ impl KasUrl {
         format!("{self}{AGENTS}")
     }
 
+    /// Returns the URL of what kas answers itself, below `/fleet/`. The prefix is not part of it.
+    pub(crate) fn fleet(&self, rest: &str) -> String {
+        format!("https://{}/fleet/{rest}", self.authority())
+    }
+
     /// Returns the server of an agent's cluster.
     pub(crate) fn server(&self, agent: AgentId) -> String {
         format!("{self}{AGENTS}/{agent}")

@@ -192,6 +192,21 @@ impl Failure {
         )
     }
 
+    /// There is no diff.
+    pub(crate) fn of_diff(status: &GrpcStatus) -> Self {
+        let text = plain(status.message());
+        let upstream = |code| Self::failed(EndedBy::Upstream, code, text.clone());
+        match status.code() {
+            Code::InvalidArgument => upstream(StatusCode::BAD_REQUEST),
+            Code::NotFound => upstream(StatusCode::NOT_FOUND),
+            Code::FailedPrecondition | Code::Unimplemented => upstream(StatusCode::UNPROCESSABLE_ENTITY),
+            Code::ResourceExhausted => Self::too_many(text),
+            Code::DeadlineExceeded => upstream(StatusCode::GATEWAY_TIMEOUT),
+            Code::Unavailable => Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text),
+            _ => upstream(StatusCode::BAD_GATEWAY),
+        }
+    }
+
     /// The permission for the request was withdrawn before it had an answer.
     pub(crate) fn revoked() -> Self {
         Self::failed(

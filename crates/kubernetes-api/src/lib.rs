@@ -55,6 +55,7 @@ use observe::{
 use process::lifecycle::{Lifecycle, Phase};
 use routing::router::Router;
 use rustls_pki_types::CertificateDer;
+use tokio::sync::Semaphore;
 
 pub use self::{
     agents::{Directory, ListedAgent},
@@ -64,6 +65,7 @@ pub use self::{
     origin::Origins,
     rate::RequestRate,
     selection::Prefix,
+    serve::{DiffQuestion, Diffs},
 };
 use self::{
     agents::{Listing, Sightings},
@@ -111,6 +113,8 @@ pub struct Parts {
     pub refusals: Arc<Refusals>,
     /// Whether this replica is ready.
     pub is_ready: Box<dyn Fn() -> bool + Send + Sync>,
+    /// Makes diffs of manifests.
+    pub diffs: Arc<dyn Diffs>,
     /// Called for each request that is allowed, before it is sent to its agent.
     pub allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
 }
@@ -132,6 +136,9 @@ pub struct KubernetesApi {
     refusals: Arc<Refusals>,
     is_ready: Box<dyn Fn() -> bool + Send + Sync>,
     allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
+    diffs: Arc<dyn Diffs>,
+    /// Diffs of files that may be made at once.
+    diffs_open: Semaphore,
     open: Arc<OpenRequests>,
     sightings: Arc<Sightings>,
     listing: Listing,
@@ -146,8 +153,18 @@ impl std::fmt::Debug for KubernetesApi {
 impl KubernetesApi {
     /// Creates the service.
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { settings, authorizer, router, directory, observer, metrics, refusals, is_ready, allowed } =
-            parts;
+        let Parts {
+            settings,
+            authorizer,
+            router,
+            directory,
+            observer,
+            metrics,
+            refusals,
+            is_ready,
+            diffs,
+            allowed,
+        } = parts;
         let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
         Arc::new(Self {
             settings,
@@ -159,6 +176,8 @@ impl KubernetesApi {
             refusals,
             is_ready,
             allowed,
+            diffs,
+            diffs_open: Semaphore::new(serve::DIFFS),
             open,
             sightings: Arc::default(),
             listing: Listing::default(),

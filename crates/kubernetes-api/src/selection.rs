@@ -44,7 +44,7 @@ pub(crate) enum Place<'a> {
     Ready,
     /// The list of agents: `<prefix>agents`.
     List,
-    /// Requests to several agents: `/fleet/…`, which this version does not have.
+    /// What kas answers itself: `/fleet/…`.
     Fleet,
     /// The API of an agent's cluster.
     Cluster(InCluster<'a>),

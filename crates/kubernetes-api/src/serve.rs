@@ -1,5 +1,7 @@
 //! The steps of a request.
 
+mod fleet;
+
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
@@ -48,6 +50,9 @@ use crate::{
     upgrade::{Input, Link, Session, Switched},
     upload::{ClientBody, Ends, Upload},
 };
+
+pub(crate) use self::fleet::DIFFS;
+pub use self::fleet::{DiffQuestion, Diffs};
 
 /// How long a request waits for an agent that is not connected, and was not a short time ago.
 const ABSENT: Duration = Duration::from_secs(3);
@@ -250,6 +255,12 @@ impl KubernetesApi {
                 }
                 let credential = self.credential(credential, trust)?;
                 return Box::pin(self.list(about, trust, &credential)).await;
+            }
+            Place::Fleet if fleet::is_diff(&path) => {
+                not_here(connect.as_ref())?;
+                let (parts, path) = (&parts, &*path);
+                let asked = fleet::Asked { parts, path, body, credential, visit, by_host, stream };
+                return self.diff(about, trust, asked).await;
             }
             Place::Fleet | Place::Ready => {
                 return Err(Failure::refused(

@@ -207,6 +207,37 @@ async fn path_host_and_prefix_select_the_agent() {
 }
 
 #[tokio::test]
+async fn a_diff_of_files_is_made_with_the_rights_of_the_caller() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let post = |query: &str, token: &str, body: &str| {
+        let request = Request::post(format!("/fleet/diff{query}"))
+            .header("host", "kas")
+            .header("authorization", format!("Bearer {token}"));
+        request.body(Full::from(body.to_owned())).unwrap()
+    };
+    let body = r#"{"files": [{"path": "a.yaml", "content": "x: 1"}]}"#;
+    let query = "?agent=7&project=group%2Fweb";
+    let made = json(send(&lab, post(query, TOKEN, body)).await).await;
+    let expected = |user: Option<&str>| serde_json::json!({ "agent": 7, "project": "group/web", "files": [["a.yaml", 4]], "user": user });
+    assert_eq!(made, expected(None));
+    let made = json(send(&lab, post(query, JANE, body)).await).await;
+    assert_eq!(made, expected(Some("kas:jane")));
+    // It is no request to the cluster, and is not counted as one.
+    assert!(lab.received.lock().is_empty() && lab.allowed.lock().is_empty());
+
+    failure(send(&lab, post(query, NOBODY, body)).await, 403, "Forbidden", None).await;
+    assert_eq!(send(&lab, post(query, "kasu_unknown", body)).await.status(), 401);
+    failure(send(&lab, post("?agent=7", TOKEN, body)).await, 400, "BadRequest", None).await;
+    failure(send(&lab, post("?project=a", TOKEN, body)).await, 400, "BadRequest", None).await;
+    failure(send(&lab, post(query, TOKEN, "{}")).await, 400, "BadRequest", None).await;
+    assert_eq!(send(&lab, post("?agent=7&project=missing", TOKEN, body)).await.status(), 422);
+    assert_eq!(send(&lab, get("/fleet/diff?agent=7&project=a", TOKEN)).await.status(), 405);
+    let mut impersonating = post(query, TOKEN, body);
+    impersonating.headers_mut().insert("impersonate-user", "admin".parse().unwrap());
+    failure(send(&lab, impersonating).await, 400, "BadRequest", None).await;
+}
+
+#[tokio::test]
 async fn credentials_and_permissions_are_checked_before_anything_is_sent() {
     let lab = Lab::start(Setup::default(), describing()).await;
     let mut none = get("/agents/7/version", TOKEN);

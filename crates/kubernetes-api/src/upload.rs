@@ -74,6 +74,14 @@ where
     }
 
     /// Returns the next part; `None` at the end.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn data(&mut self) -> Result<Option<Bytes>, BrokenUpload> {
+        std::future::poll_fn(|cx| self.poll_data(cx)).await
+    }
+
+    /// Returns the next part; `None` at the end.
     fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, BrokenUpload>> {
         let Some(body) = self.body.as_mut().filter(|_| !self.is_over) else { return Poll::Ready(Ok(None)) };
         if let Ends::Failing { expects } = &mut self.ends {

@@ -51,6 +51,20 @@ impl AgentkVersion {
     }
 }
 
+impl Applier {
+    /// Whether an agentk must not apply by itself. Then it does not see which projects it would apply, and
+    /// gets none of their manifests.
+    ///
+    /// An agentk whose version cannot be read is left alone, as nobody else applies for it either.
+    pub fn forbids(self, agentk: AgentkVersion) -> bool {
+        match self {
+            Self::Auto => agentk == AgentkVersion::Own,
+            Self::Kas | Self::None => true,
+            Self::Agent => false,
+        }
+    }
+}
+
 /// Who applies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -179,6 +193,19 @@ mod tests {
         assert!(matches!(at(63, &["v17.2.0"], None), Verdict::Not(why) if why.contains("applier: kas")));
         assert!(matches!(at(64, &["?"], None), Verdict::Not(_)));
         assert!(matches!(at(65, &[], None), Verdict::Wait(_)));
+    }
+
+    #[test]
+    fn an_agentk_must_not_apply_what_somebody_else_applies() {
+        use AgentkVersion::{Gitlab, Own, Unreadable};
+        for (applier, forbidden) in [
+            (Applier::Auto, [true, false, false]),
+            (Applier::Kas, [true, true, true]),
+            (Applier::None, [true, true, true]),
+            (Applier::Agent, [false, false, false]),
+        ] {
+            assert_eq!([Own, Gitlab(16), Unreadable].map(|agentk| applier.forbids(agentk)), forbidden);
+        }
     }
 
     #[tokio::test(start_paused = true)]

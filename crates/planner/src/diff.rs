@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use gitops::{
     Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved, decode::File,
 };
-use ids::AgentId;
+use ids::{AgentId, Impersonation};
 use repository::Revision;
 use tokio::time::timeout;
 
@@ -44,23 +44,39 @@ fn revisions(name: &str) -> Result<Vec<Revision>, String> {
 }
 
 impl Planners {
-    /// Returns what a sync of a project would change. Nothing is written.
+    /// Returns what a sync of a project would change. Nothing is written. `run_as`: the cluster is asked as
+    /// this identity; `None`: as the project itself is applied.
     ///
     /// # Errors
     /// See [`ControlError`].
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn diff(&self, agent: AgentId, project: &str, of: DiffOf) -> Result<Diff, ControlError> {
+    pub async fn diff(
+        &self,
+        agent: AgentId,
+        project: &str,
+        of: DiffOf,
+        run_as: Option<Impersonation>,
+    ) -> Result<Diff, ControlError> {
         let _permit = self.admit(agent)?;
-        let making = self.make_diff(agent, project, of);
+        let making = self.make_diff(agent, project, of, run_as);
         timeout(WITHIN, making)
             .await
             .unwrap_or_else(|_| Err(ControlError::Failed(format!("no diff within {WITHIN:?}"))))
     }
 
-    async fn make_diff(&self, agent: AgentId, project: &str, of: DiffOf) -> Result<Diff, ControlError> {
-        let (spec, budget) = self.spec(agent, project)?;
+    async fn make_diff(
+        &self,
+        agent: AgentId,
+        project: &str,
+        of: DiffOf,
+        run_as: Option<Impersonation>,
+    ) -> Result<Diff, ControlError> {
+        let (mut spec, budget) = self.spec(agent, project)?;
+        if run_as.is_some() {
+            spec.impersonation = run_as;
+        }
         let context = &self.context;
         let opened = spec.open(context, &budget).await.map_err(ControlError::Failed)?;
         let repository = &opened.source.repository;

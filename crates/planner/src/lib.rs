@@ -31,6 +31,6 @@ pub use self::{
     diff::DiffOf,
     metrics::{OutcomeLabel, PlannerMetrics, StateLabel},
     planners::{AgentSync, Agents, Configuration, Control, ControlError, Parts, Planners},
-    source::{Bounds, ReadLimits, Source, SourceError, Sources},
+    source::{Bounds, FollowedHead, Heads, ReadLimits, Source, SourceError, Sources},
     status::{Counts, ObjectState, ProjectStatus},
 };

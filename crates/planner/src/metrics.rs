@@ -16,7 +16,8 @@ pub struct OutcomeLabel {
 /// The state of objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct StateLabel {
-    /// `current`, `failed` or `other`.
+    /// Of objects: `current`, `failed`, `other` or `to_prune`. Of projects: `synced`, `degraded`, `failed` or
+    /// `busy`.
     pub state: &'static str,
 }
 
@@ -71,7 +72,21 @@ impl PlannerMetrics {
             metrics.drift.clone(),
         );
         registry.register("gitops_pruned", "Objects that were deleted", metrics.pruned.clone());
+        // They exist from the start, so that the first failure is an increase.
+        for outcome in ["synced", "degraded", "failed"] {
+            metrics.syncs.get_or_create(&OutcomeLabel { outcome });
+        }
+        metrics.count(
+            ["current", "failed", "other", "to_prune"].map(|state| (state, 0)),
+            ["synced", "degraded", "failed", "busy"].map(|state| (state, 0)),
+        );
         metrics
+    }
+
+    /// Returns how many syncs applied a whole set, since the process began.
+    pub fn completed(&self) -> u64 {
+        let of = |outcome| self.syncs.get_or_create(&OutcomeLabel { outcome }).get();
+        of("synced") + of("degraded")
     }
 
     pub(crate) fn synced(&self, outcome: &'static str, seconds: f64, pruned: usize) {
@@ -84,7 +99,7 @@ impl PlannerMetrics {
         self.drift.inc_by(objects as u64);
     }
 
-    pub(crate) fn count(&self, objects: [(&'static str, usize); 3], projects: [(&'static str, usize); 4]) {
+    pub(crate) fn count(&self, objects: [(&'static str, usize); 4], projects: [(&'static str, usize); 4]) {
         for (state, count) in objects {
             self.objects.get_or_create(&StateLabel { state }).set(i64::try_from(count).unwrap_or(i64::MAX));
         }

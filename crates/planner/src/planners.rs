@@ -371,14 +371,16 @@ impl Planners {
 
     /// Counts objects and projects for the metrics.
     fn count(&self) {
-        let (mut current, mut failed, mut other) = (0, 0, 0);
+        let (mut current, mut failed, mut other, mut to_prune) = (0, 0, 0, 0);
         let (mut synced, mut degraded, mut failing, mut rest) = (0, 0, 0, 0);
         for project in self.plans().values().flat_map(|plan| plan.projects.values()) {
             let counts = project.status.counts();
             current += counts.current;
             failed += counts.failed;
             other += counts.objects.saturating_sub(counts.current + counts.failed);
-            match project.status.get(false).phase {
+            let status = project.status.get(false);
+            to_prune += status.to_prune;
+            match status.phase {
                 "synced" => synced += 1,
                 "degraded" => degraded += 1,
                 "failed" => failing += 1,
@@ -386,7 +388,7 @@ impl Planners {
             }
         }
         self.context.metrics.count(
-            [("current", current), ("failed", failed), ("other", other)],
+            [("current", current), ("failed", failed), ("other", other), ("to_prune", to_prune)],
             [("synced", synced), ("degraded", degraded), ("failed", failing), ("busy", rest)],
         );
     }

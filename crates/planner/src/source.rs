@@ -1,12 +1,12 @@
 //! Where manifests come from: the seam to repositories, and what an entry of a configuration means.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use gitops::{Project, glob::Glob};
 use ids::Agent;
 use proto::gitlab::agent::agentcfg::{ManifestProjectCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof};
-use repository::{Repository, Revision};
+use repository::{Commit, Error, Repository, Revision};
 
 /// The glob of a project that has none, as in 14.1.
 const DEFAULT_GLOB: &str = "**/*.{yaml,yml,json}";
@@ -30,10 +30,37 @@ pub trait Sources: Send + Sync + 'static {
 pub struct Source {
     /// The number of the project, as in the name of its inventory.
     pub id: u64,
-    /// The repository.
+    /// The repository. It is asked anew for each commit that it resolves.
     pub repository: Arc<dyn Repository>,
-    /// How often the head is asked for if nobody tells of changes.
-    pub poll: Duration,
+    /// Tells when a revision names another commit.
+    pub heads: Arc<dyn Heads>,
+}
+
+/// Follows revisions of a repository, for as many projects as want to know.
+pub trait Heads: fmt::Debug + Send + Sync + 'static {
+    /// Follows a revision until the result is dropped.
+    ///
+    /// # Errors
+    /// [`SourceError::Unavailable`].
+    fn follow(&self, revision: &Revision) -> Result<Box<dyn FollowedHead>, SourceError>;
+}
+
+/// A revision that is followed.
+#[async_trait]
+pub trait FollowedHead: Send + 'static {
+    /// Returns the commit when it differs from what was returned last, or an error of another kind. The first
+    /// call returns as soon as the commit is known.
+    ///
+    /// # Errors
+    /// [`Error::Denied`]: the agent may not read the repository any more, so the project ends. After others,
+    /// the last commit counts.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: a change that is not returned is returned by the next call.
+    async fn changed(&mut self) -> Result<Option<Commit>, Error>;
+
+    /// Makes the next answer a change.
+    fn forget(&mut self);
 }
 
 /// Why there is no repository.

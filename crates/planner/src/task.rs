@@ -18,9 +18,9 @@ use tokio::{
 use crate::{
     context::Context,
     events::{Event, Events},
-    follow::{Follow, ProjectHead, jittered},
+    follow::{ProjectHead, jittered},
     manifests::LoadError,
-    source::{Bounds, Entry, Source, SourceError},
+    source::{Bounds, Entry, FollowedHead, Source, SourceError},
     status::Status,
 };
 
@@ -32,10 +32,21 @@ const BACKOFF: [Duration; 5] = [
     Duration::from_secs(60),
     Duration::from_secs(300),
 ];
-/// The pause after another planner was noticed.
-const FENCED: Duration = Duration::from_secs(30);
+/// The pauses after another planner was noticed, one after the other; the last one is repeated. The other one
+/// is usually a replica that has just stopped, or a person who has edited the inventory, and is noticed once.
+/// Two that go on get far enough apart for one of them to complete its sync.
+const FENCED: [Duration; 6] = [
+    Duration::from_secs(1),
+    Duration::from_secs(2),
+    Duration::from_secs(4),
+    Duration::from_secs(8),
+    Duration::from_secs(16),
+    Duration::from_secs(30),
+];
 /// How often in a row a sync begins anew at once because the head has moved or a commit is gone.
 const MOVES: u32 = 3;
+/// How often the status says again for how long a repository cannot be read.
+const SAY: Duration = Duration::from_secs(10);
 /// How many objects a message names.
 const NAMED: usize = 3;
 /// The longest message, in bytes.
@@ -112,16 +123,37 @@ struct Plan {
     /// Whether nothing was synced yet.
     is_first: bool,
     failures: usize,
+    /// How often in a row another planner was noticed.
+    fenced: usize,
     moves: u32,
     retry: Option<Instant>,
     check: Option<Instant>,
     full: Option<Instant>,
 }
 
+/// Why a project is not planned any more.
+enum Ended {
+    /// Nobody can send commands any more.
+    Closed,
+    /// The agent may not read the repository.
+    Denied(String),
+    /// The repository cannot be followed.
+    Unavailable(String),
+}
+
+/// A repository that cannot be read.
+struct Unreadable {
+    code: String,
+    since: Instant,
+    /// When the status is told again for how long.
+    say: Instant,
+}
+
 /// Why the task wakes.
 enum Wake {
     Head(Result<Option<Commit>, Error>),
     Time,
+    Unreadable,
     Command(Option<Command>),
 }
 
@@ -135,6 +167,7 @@ impl Plan {
             good: None,
             is_first: true,
             failures: 0,
+            fenced: 0,
             moves: 0,
             retry: None,
             check: None,
@@ -154,6 +187,13 @@ impl Plan {
         self.retry = Some(Instant::now() + varied(pause));
     }
 
+    /// Notes that another planner has written the inventory, and when to begin anew.
+    fn fenced(&mut self) {
+        let pause = FENCED[self.fenced.min(FENCED.len() - 1)];
+        self.fenced += 1;
+        self.retry = Some(Instant::now() + jittered(pause));
+    }
+
     fn is_flawed(&self) -> bool {
         self.flawed.is_some() && self.flawed == self.head
     }
@@ -162,6 +202,15 @@ impl Plan {
 /// Returns a time within a tenth of this one.
 fn varied(time: Duration) -> Duration {
     time.mul_f64(0.9 + rand::random::<f64>() / 5.0)
+}
+
+/// Returns a time as people write it, such as `3m`.
+fn shown(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ ..60 => format!("{seconds}s"),
+        seconds @ ..3_600 => format!("{}m", seconds / 60),
+        seconds => format!("{}h", seconds / 3_600),
+    }
 }
 
 /// Waits until a time; for ever without one.
@@ -180,62 +229,77 @@ impl Task {
     pub(crate) async fn run(mut self) {
         let mut failures = 0;
         loop {
-            match self.spec.open(&self.context, &self.budget).await {
+            let text = match self.spec.open(&self.context, &self.budget).await {
                 Ok(opened) => {
                     self.status.update(|state| state.id = opened.source.id);
-                    self.plan(&opened).await;
-                    return;
-                }
-                Err(text) => {
-                    self.status.phase("failed", text);
-                    let pause = Instant::now() + varied(BACKOFF[failures.min(BACKOFF.len() - 1)]);
-                    failures += 1;
-                    self.status.update(|state| state.next = Some(pause));
-                    loop {
-                        tokio::select! {
-                            () = sleep_until(pause) => break,
-                            command = self.commands.recv() => match command {
-                                None => return,
-                                Some(Command::Sync(reply)) => {
-                                    let _ = reply.send(Ok("the repository is opened again".to_owned()));
-                                    break;
-                                }
-                                Some(Command::Prune(reply)) => {
-                                    let _ = reply.send(Err(self.status.get(false).message));
-                                }
-                            },
+                    match self.plan(&opened).await {
+                        Ended::Closed => return,
+                        Ended::Denied(text) => {
+                            failures = 0;
+                            tracing::info!(
+                                agent.id = self.spec.agent.id.get(),
+                                project = &*opened.name,
+                                why = text,
+                                "the manifest project is not planned any more: its objects and its inventory stay"
+                            );
+                            text
                         }
+                        Ended::Unavailable(text) => text,
                     }
+                }
+                Err(text) => text,
+            };
+            self.status.phase("failed", text);
+            let pause = Instant::now() + varied(BACKOFF[failures.min(BACKOFF.len() - 1)]);
+            failures += 1;
+            self.status.update(|state| state.next = Some(pause));
+            loop {
+                tokio::select! {
+                    () = sleep_until(pause) => break,
+                    command = self.commands.recv() => match command {
+                        None => return,
+                        Some(Command::Sync(reply)) => {
+                            let _ = reply.send(Ok("the repository is opened again".to_owned()));
+                            break;
+                        }
+                        Some(Command::Prune(reply)) => {
+                            let _ = reply.send(Err(self.status.get(false).message));
+                        }
+                    },
                 }
             }
         }
     }
 
-    async fn plan(&mut self, opened: &Opened) {
-        let Source { repository, poll, .. } = &opened.source;
-        let mut follow = Follow::new(Arc::clone(repository), opened.entry.revision.clone(), *poll);
+    async fn plan(&mut self, opened: &Opened) -> Ended {
+        let mut follow = match opened.source.heads.follow(&opened.entry.revision) {
+            Ok(follow) => follow,
+            Err(SourceError::Denied(text)) => return Ended::Denied(text),
+            Err(SourceError::Unavailable(text)) => return Ended::Unavailable(text),
+        };
+        let follow = &mut *follow;
         let mut plan = Plan::new();
-        let mut unreadable: Option<Instant> = None;
+        let mut unreadable: Option<Unreadable> = None;
         loop {
             let next = plan.next();
             self.status.update(|state| state.next = next);
             let wake = tokio::select! {
                 head = follow.changed() => Wake::Head(head),
                 () = until(next) => Wake::Time,
+                () = until(unreadable.as_ref().map(|it| it.say)) => Wake::Unreadable,
                 command = self.commands.recv() => Wake::Command(command),
             };
             match wake {
-                Wake::Command(None) => return,
+                Wake::Command(None) => return Ended::Closed,
                 Wake::Command(Some(Command::Sync(reply))) => {
-                    let text =
-                        self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current).await;
+                    let text = self.sync(opened, &mut plan, follow, Scope::All, PruneWhen::Current).await;
                     let _ = reply.send(text);
                 }
                 Wake::Command(Some(Command::Prune(reply))) => {
                     let text = if plan.is_flawed() {
                         Err("the files of the head cannot be decoded, so nothing is deleted".to_owned())
                     } else {
-                        self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Now).await
+                        self.sync(opened, &mut plan, follow, Scope::All, PruneWhen::Now).await
                     };
                     let _ = reply.send(text);
                 }
@@ -250,7 +314,7 @@ impl Task {
                         continue;
                     }
                     // The result is in the status.
-                    let _ = self.sync(opened, &mut plan, &mut follow, Scope::All, PruneWhen::Current).await;
+                    let _ = self.sync(opened, &mut plan, follow, Scope::All, PruneWhen::Current).await;
                 }
                 Wake::Head(Ok(None)) => {
                     unreadable = None;
@@ -260,8 +324,8 @@ impl Task {
                     let text = "the repository has no commit that the revision names: nothing is changed";
                     self.status.phase("failed", text);
                 }
+                Wake::Head(Err(Error::Denied(text))) => return Ended::Denied(text),
                 Wake::Head(Err(error)) => {
-                    let since = *unreadable.get_or_insert_with(Instant::now);
                     let code = match &error {
                         Error::Backend { code, .. } => (*code).to_owned(),
                         other => other.to_string(),
@@ -272,14 +336,26 @@ impl Task {
                         error = error.to_string(),
                         "repository cannot be read"
                     );
-                    let passed = since.elapsed().as_secs();
-                    self.status.update(|state| {
-                        state.message = format!("repository cannot be read: {code} for {passed}s");
-                    });
+                    let now = Instant::now();
+                    let since = unreadable.as_ref().map_or(now, |before| before.since);
+                    self.unreadable(unreadable.insert(Unreadable { code, since, say: now }));
                 }
-                Wake::Time => self.due(opened, &mut plan, &mut follow).await,
+                Wake::Unreadable => {
+                    if let Some(unreadable) = &mut unreadable {
+                        self.unreadable(unreadable);
+                    }
+                }
+                Wake::Time => self.due(opened, &mut plan, follow).await,
             }
         }
+    }
+
+    /// Says for how long the repository has not been readable.
+    fn unreadable(&self, unreadable: &mut Unreadable) {
+        unreadable.say = Instant::now() + SAY;
+        let Unreadable { code, since, .. } = &*unreadable;
+        let passed = shown(since.elapsed());
+        self.status.update(|state| state.message = format!("repository cannot be read: {code} for {passed}"));
     }
 
     /// Returns the time between two checks for drift.
@@ -288,7 +364,7 @@ impl Task {
     }
 
     /// Does what is due.
-    async fn due(&mut self, opened: &Opened, plan: &mut Plan, follow: &mut Follow) {
+    async fn due(&mut self, opened: &Opened, plan: &mut Plan, follow: &mut dyn FollowedHead) {
         let now = Instant::now();
         let is_due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if is_due(plan.retry) || is_due(plan.full) {
@@ -330,7 +406,7 @@ impl Task {
         &mut self,
         opened: &Opened,
         plan: &mut Plan,
-        follow: &mut Follow,
+        follow: &mut dyn FollowedHead,
         scope: Scope,
         prune: PruneWhen,
     ) -> Result<String, String> {
@@ -419,9 +495,17 @@ impl Task {
                 tokio::select! {
                     report = &mut running => break report,
                     changed = follow.changed(), if !is_new => {
-                        if changed.is_ok_and(|now| now != Some(head)) {
-                            is_new = true;
-                            sight.end(Stop::NewCommit);
+                        match changed {
+                            Ok(now) if now != Some(head) => {
+                                is_new = true;
+                                sight.end(Stop::NewCommit);
+                            }
+                            // The next answer says it again, and the project ends.
+                            Err(Error::Denied(_)) => {
+                                is_new = true;
+                                sight.end(Stop::Cancelled);
+                            }
+                            _ => {}
                         }
                     }
                 }
@@ -451,7 +535,7 @@ impl Task {
         &mut self,
         opened: &Opened,
         plan: &mut Plan,
-        follow: &mut Follow,
+        follow: &mut dyn FollowedHead,
         report: &Report,
         commit: Commit,
         is_all: bool,
@@ -468,6 +552,9 @@ impl Task {
             self.status.update(|state| state.phase = "failed");
         }
         plan.check = Some(now + varied(self.check()));
+        if report.outcome != Outcome::Fenced {
+            plan.fenced = 0;
+        }
         match &report.outcome {
             Outcome::Synced => {
                 (plan.failures, plan.moves, plan.retry) = (0, 0, None);
@@ -486,7 +573,7 @@ impl Task {
                 plan.failed();
             }
             Outcome::Refused(_) | Outcome::Interrupted(_) => plan.failed(),
-            Outcome::Fenced => plan.retry = Some(now + jittered(FENCED)),
+            Outcome::Fenced => plan.fenced(),
             Outcome::HeadMoved(_) | Outcome::Stopped(Stop::NewCommit) if plan.moves < MOVES => {
                 plan.moves += 1;
                 follow.forget();
@@ -627,6 +714,17 @@ mod tests {
         let many = message(&report(Outcome::Incomplete, &[wrong; 9], 0));
         assert!(many.ends_with("; and 6 more"), "{many}");
         assert_eq!(message(&report(Outcome::Refused("no set".into()), &[], 0)), "no set");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn another_planner_is_given_more_time_each_time_it_is_noticed() {
+        let mut plan = Plan::new();
+        let begun = Instant::now();
+        for expected in [1, 2, 4, 8, 16, 30, 30] {
+            plan.fenced();
+            let pause = plan.retry.unwrap().duration_since(begun).as_secs_f64();
+            assert!((expected as f64..=1.5 * expected as f64).contains(&pause), "{pause} for {expected}");
+        }
     }
 
     #[test]

@@ -18,13 +18,13 @@ use ids::{Agent, AgentId, ConnectionId, Impersonation, ReplicaId};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::agentcfg::ManifestProjectCf;
-use repository::folder::Folder;
+use repository::{Commit, Error, Repository, Revision, folder::Folder};
 use tempfile::TempDir;
-use tokio::time::timeout;
+use tokio::{sync::watch, time::timeout};
 
 use crate::{
-    Agents, Applier, Clusters, Configuration, Control, ControlError, Parts, PlannerMetrics, Planners,
-    ProjectStatus, ReadLimits, Source, SourceError, Sources, Timing,
+    Agents, Applier, Clusters, Configuration, Control, ControlError, FollowedHead, Heads, Parts,
+    PlannerMetrics, Planners, ProjectStatus, ReadLimits, Source, SourceError, Sources, Timing,
 };
 
 const PROJECT: &str = "group/manifests";
@@ -52,6 +52,8 @@ struct World {
     /// The folder of the repository; `None`: the agent may read none.
     folder: Option<PathBuf>,
     configuration: Mutex<Configuration>,
+    /// Whether the agent may not read the repository any more.
+    denied: watch::Sender<bool>,
 }
 
 impl Clusters for World {
@@ -70,8 +72,50 @@ impl Sources for World {
     async fn open(&self, _: &Agent, name: &str) -> Result<Source, SourceError> {
         assert_eq!(name, PROJECT);
         let folder = self.folder.as_ref().ok_or_else(|| SourceError::Denied("not yours".to_owned()))?;
-        let poll = Duration::from_millis(20);
-        Ok(Source { id: 42, repository: Arc::new(Folder::new(folder)), poll })
+        let repository: Arc<dyn Repository> = Arc::new(Folder::new(folder));
+        let heads = Arc::new(Polled { repository: Arc::clone(&repository), denied: self.denied.clone() });
+        Ok(Source { id: 42, repository, heads })
+    }
+}
+
+/// Looks at a repository again and again.
+#[derive(Debug)]
+struct Polled {
+    repository: Arc<dyn Repository>,
+    denied: watch::Sender<bool>,
+}
+
+struct Head {
+    repository: Arc<dyn Repository>,
+    revision: Revision,
+    denied: watch::Receiver<bool>,
+    last: Option<Option<Commit>>,
+}
+
+impl Heads for Polled {
+    fn follow(&self, revision: &Revision) -> Result<Box<dyn FollowedHead>, SourceError> {
+        let (repository, revision) = (Arc::clone(&self.repository), revision.clone());
+        Ok(Box::new(Head { repository, revision, denied: self.denied.subscribe(), last: None }))
+    }
+}
+
+#[async_trait]
+impl FollowedHead for Head {
+    async fn changed(&mut self) -> Result<Option<Commit>, Error> {
+        loop {
+            if *self.denied.borrow_and_update() {
+                return Err(Error::Denied("not yours any more".to_owned()));
+            }
+            let head = self.repository.resolve(&self.revision).await?;
+            if self.last.replace(head) != Some(head) {
+                return Ok(head);
+            }
+            let _ = timeout(Duration::from_millis(20), self.denied.changed()).await;
+        }
+    }
+
+    fn forget(&mut self) {
+        self.last = None;
     }
 }
 
@@ -113,7 +157,12 @@ fn start(folder: Option<PathBuf>, version: &str) -> Setup {
     let leases = (tracker.route(agent(), Arc::from([])), tracker.connection(connection));
     let projects = Arc::from([ManifestProjectCf { id: PROJECT.to_owned(), ..ManifestProjectCf::default() }]);
     let configuration = Configuration { projects, ..Configuration::default() };
-    let world = Arc::new(World { api: Arc::default(), folder, configuration: Mutex::new(configuration) });
+    let world = Arc::new(World {
+        api: Arc::default(),
+        folder,
+        configuration: Mutex::new(configuration),
+        denied: watch::Sender::new(false),
+    });
     let planners = Planners::new(Parts {
         me: me.id,
         tracker,
@@ -186,6 +235,25 @@ async fn a_repository_that_the_agent_may_not_read_is_said_to_be_one() {
     let it = start(None, "v0.1.0");
     let failed = it.until(|project| project.phase == "failed").await;
     assert_eq!((failed.message.as_str(), it.calls()), ("not yours", 0));
+}
+
+#[tokio::test]
+async fn a_permission_that_ends_stops_the_planner() {
+    let dir = folder(&[("a.yaml", GOOD)]);
+    let it = start(Some(dir.path().to_owned()), "v0.1.0");
+    it.until(|project| project.message.contains("no agent is connected")).await;
+    it.world.denied.send_replace(true);
+    let failed = it.until(|project| project.message == "not yours any more").await;
+    assert!(failed.phase == "failed" && failed.next.is_some(), "{failed:?}");
+    let before = it.calls();
+    let pruned = it.planners.control(agent(), PROJECT, Control::Prune).await;
+    assert_eq!(pruned, Err(ControlError::Failed("not yours any more".to_owned())));
+    assert_eq!(it.calls(), before);
+
+    // It may again, and a person does not wait for the next try.
+    it.world.denied.send_replace(false);
+    it.planners.control(agent(), PROJECT, Control::Sync).await.unwrap();
+    it.until(|project| project.message.contains("no agent is connected")).await;
 }
 
 #[tokio::test]

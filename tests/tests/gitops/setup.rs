@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::{
     agentk::Agentk,
-    kas::token,
+    kas::{merge, token},
     kubernetes::{
         Kubernetes,
         deletions::{self, Deletions, HeadSpan},
@@ -57,8 +57,17 @@ impl Repository {
         repository.git(root, &["init", "--quiet", "--bare", "--initial-branch=main", "bare.git"]).await?;
         repository.git(root, &["init", "--quiet", "--initial-branch=main", "work"]).await?;
         repository.configure(entry)?;
-        std::fs::write(repository.config().join("agents/agent-1/kas.yaml"), kas_yaml)?;
+        repository.write_kas_yaml(AGENT, kas_yaml)?;
         Ok(repository)
+    }
+
+    /// Writes `kas.yaml` of an agent.
+    pub(crate) fn write_kas_yaml(&self, agent: i64, content: &str) -> Result<()> {
+        let folder = self.config().join(format!("agents/agent-{agent}"));
+        std::fs::create_dir_all(&folder)?;
+        let new = folder.join("new-kas");
+        std::fs::write(&new, content)?;
+        Ok(std::fs::rename(new, folder.join("kas.yaml"))?)
     }
 
     /// Writes the entry of the manifest project into the configuration of the agent; empty: without one.
@@ -168,9 +177,21 @@ pub(crate) struct Setup {
 impl Setup {
     /// Starts replicas, and an agentk that is connected to the first two of them.
     pub(crate) async fn start(replicas: usize, entry: &str, kas_yaml: &str) -> Result<Self> {
+        Self::start_with(replicas, entry, kas_yaml, json!({})).await
+    }
+
+    /// As [`start`](Self::start); `over` is merged into the configuration of the replicas. They know a second
+    /// agent, which is not connected.
+    pub(crate) async fn start_with(
+        replicas: usize,
+        entry: &str,
+        kas_yaml: &str,
+        over: Value,
+    ) -> Result<Self> {
         let repository = Repository::new(entry, kas_yaml).await?;
-        let config = repository.kas_config();
-        let options = Options { replicas, agents: 1, config, ..Options::default() };
+        let mut config = repository.kas_config();
+        merge(&mut config, over);
+        let options = Options { replicas, agents: 2, config, ..Options::default() };
         let (kubernetes, mesh) = tokio::try_join!(Kubernetes::start_audited(), Mesh::start_with(options))?;
         let agentk = Self::agentk(&mesh, &kubernetes, replicas.min(2)).await?;
         Ok(Self { repository, mesh, _agentk: agentk, kubernetes })

@@ -228,6 +228,40 @@ async fn page_of_an_agent_shows_its_tunnels_and_the_route_of_a_request() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn page_of_an_agent_shows_its_manifest_projects() -> Result<()> {
+    let Some(mut stage) = Stage::start().await? else { return Ok(()) };
+    stage.open(0)?;
+    stage.browser.eval("document.querySelector('#agents a[href=\"#agent-1\"]').click()")?;
+    let verdict = "document.querySelector('#verdict').textContent";
+    stage.browser.until("the verdict", &format!("{verdict}.startsWith('Tunnels at ')"), SOON)?;
+    let is_hidden = "document.querySelector('#manifests-panel').hidden";
+    ensure!(stage.browser.eval(is_hidden)? == json!(true), "the agent has no manifest projects");
+    let mut shown = |manifests: serde_json::Value| {
+        stage.browser.eval(&format!(
+            "showManifests({manifests}, 60000);
+             [document.querySelector('#manifests-note').textContent,
+              ...[...document.querySelectorAll('#manifests tbody tr')]
+                .map((row) => [...row.cells].map((cell) => cell.textContent).join(' | '))]"
+        ))
+    };
+    let project = json!({
+        "name": "group/<b>", "phase": "degraded", "message": "Deployment.apps shop/web is in progress",
+        "since": 30_000, "applied": "0123456789ab", "wanted": "ba9876543210", "current": 1, "objects": 2,
+        "to_prune": 3,
+    });
+    let manifests = json!({ "replica": "kas-0", "waits": "", "projects": [project], "omitted": 1 });
+    let row = "group/<b> | degraded | 30 s | 0123456789ab | ba9876543210 | 1 of 2 | 3 | \
+               Deployment.apps shop/web is in progress";
+    let got = shown(manifests)?;
+    ensure!(got == json!(["Replica kas-0 plans for it. 1 project more, not listed.", row]), "{got}");
+    let waiting =
+        json!({ "replica": "kas-0", "waits": "agentk applies itself", "projects": [], "omitted": 0 });
+    let got = shown(waiting)?;
+    ensure!(got == json!(["kas applies nothing: agentk applies itself"]), "{got}");
+    stage.nothing_is_wrong(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn page_reports_a_lost_replica_and_reconnects() -> Result<()> {
     let Some(mut stage) = Stage::start().await? else { return Ok(()) };
     stage.open(2)?;

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use tokio::{sync::watch, task::JoinHandle};
 
 use super::*;
-use crate::ConfigBody;
+use crate::{ConfigBody, Shown};
 
 /// Project 7 is at this path.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl Setup {
 
     fn subscribe(&self, id: i64, commit: &str) -> ConfigBody<()> {
         let agent = Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
-        ConfigBody::new(self.configs.subscribe(&Arc::new(agent), commit), ())
+        ConfigBody::new(self.configs.subscribe(&Arc::new(agent), commit, Shown::All), ())
     }
 
     fn told(&self) {
@@ -133,6 +133,43 @@ async fn each_agent_gets_its_file_and_a_push_brings_the_next_commit() {
     assert_eq!(next(&mut one).await.unwrap().commit_id, second);
     let refused = next(&mut two).await.unwrap_err();
     assert!(refused.starts_with("Config: failed to parse agent configuration: x: "), "{refused}");
+}
+
+#[tokio::test]
+async fn kas_yaml_is_read_at_the_same_commit_and_the_last_good_one_stays() {
+    let s = Setup::new();
+    let kas_yaml = |content: &str| {
+        let folder = s.dir.path().join("tree").join(PREFIX).join("a1");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("kas.yaml"), content).unwrap();
+    };
+    let agent =
+        |id: i64| Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
+    kas_yaml("environments: [production]");
+    s.push(&[("a1", "")]);
+    let (mut one, mut two) = (s.subscribe(1, ""), s.subscribe(2, ""));
+    next(&mut one).await.unwrap();
+    next(&mut two).await.unwrap();
+    let environments = |id| {
+        let state = s.configs.kas_yaml(&agent(id)).unwrap();
+        let names = state.good.unwrap().environments.iter().map(ToString::to_string).collect::<Vec<_>>();
+        (names, state.flaw)
+    };
+    assert_eq!(environments(1), (vec!["production".to_owned()], None));
+    assert_eq!(environments(2), (Vec::new(), None), "without a file, the defaults");
+    assert!(s.configs.kas_yaml(&agent(3)).is_none());
+    kas_yaml("environment: [staging]");
+    s.push(&[]);
+    s.told();
+    next(&mut one).await.unwrap();
+    let (names, flaw) = environments(1);
+    assert_eq!(names, ["production"]);
+    assert!(flaw.unwrap().starts_with("environment"), "the key is named");
+    kas_yaml("environments: ['review/*']");
+    s.push(&[]);
+    s.told();
+    next(&mut one).await.unwrap();
+    assert_eq!(environments(1), (vec!["review/*".to_owned()], None));
 }
 
 #[tokio::test]

@@ -419,3 +419,20 @@ async fn a_connected_agent_of_a_project_is_renewed_on_request() {
     pass(Duration::from_millis(1)).await;
     assert_eq!(s.asked(), 3, "nobody is connected");
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_token_of_the_newest_stream_is_known_while_streams_are_open() {
+    let s = Setup::new(TIMES, &[found]);
+    let id = AgentId::new(1).unwrap();
+    let token = || s.identity.token(id).map(|token| token.expose_secret().to_vec());
+    assert_eq!(token(), None);
+    let old = s.identity.authenticate(b"old", None).await.unwrap();
+    assert_eq!(token().as_deref(), Some(&b"old"[..]));
+    let new = s.identity.authenticate(b"new", None).await.unwrap();
+    assert_eq!(token().as_deref(), Some(&b"new"[..]));
+    assert_eq!(s.identity.token(AgentId::new(2).unwrap()).map(|_| ()), None);
+    drop(new);
+    assert_eq!(token().as_deref(), Some(&b"old"[..]));
+    drop(old);
+    assert_eq!(token(), None);
+}

@@ -84,8 +84,8 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, by_gitlab: boo
 
 fn observability(s: &mut Section<'_, '_>, env: &Environment, by_gitlab: bool) -> Observability {
     let usage_reporting_period = s.optional((!by_gitlab).then_some(NOT_REPORTED), |s| {
-        let doc = "How often the number of requests to the Kubernetes API endpoint, and whose they were, is reported to \
-                   GitLab. 0s: never.";
+        let doc = "How often is reported to GitLab: the number of requests to the Kubernetes API endpoint, and whose they \
+                   were; applied manifests; pushes that Flux was told of. 0s: never.";
         s.duration("usage_reporting_period", seconds(60), Rule::NotNegative, doc)
     });
     let (network, address) = s.section(

@@ -27,6 +27,7 @@ use crate::{
     certificates::LiveVerifier,
     directory::AgentDirectory,
     own_certificate::{self, Outcome},
+    sync::SyncService,
 };
 
 /// Open streams of one connection of a client.
@@ -42,7 +43,10 @@ pub(super) struct Uses {
     pub(super) identity: Arc<dyn Identity>,
     /// Knows CI jobs and users; `None`: agents come from a file.
     pub(super) gitlab: Option<Arc<gitlab::Client>>,
+    /// `None`: usage is not reported.
+    pub(super) usage: Option<Arc<Usage>>,
     pub(super) tracker: Arc<dyn Tracker>,
+    pub(super) sync: Arc<SyncService>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -112,19 +116,28 @@ pub(super) async fn part(
     tls: EndpointTls,
     uses: Uses,
 ) -> Result<(Part, Arc<KubernetesApi>), StartError> {
-    let Uses { router, identity, gitlab, tracker, observer, metrics, refusals, lifecycle, is_ready } = uses;
+    let Uses {
+        router,
+        identity,
+        gitlab,
+        usage,
+        tracker,
+        sync,
+        observer,
+        metrics,
+        refusals,
+        lifecycle,
+        is_ready,
+    } = uses;
     let directory = AgentDirectory::new(identity, tracker);
     let authorizer = Authorizer::open(
         section,
-        gitlab.clone(),
+        gitlab,
         tls.users.map(|users| users as _),
         &Proxies::from_env(),
         Arc::clone(&directory) as _,
     )
     .await?;
-    let usage = Arc::new(Usage::default());
-    let reports = gitlab.map(|gitlab| (gitlab, config.observability.usage_reporting_period));
-    let reports = reports.filter(|(_, period)| !period.is_zero());
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
         authorizer,
@@ -134,14 +147,12 @@ pub(super) async fn part(
         metrics,
         refusals,
         is_ready,
-        allowed: {
-            let usage = reports.is_some().then(|| Arc::clone(&usage));
-            Box::new(move |authorized| {
-                if let Some(usage) = &usage {
-                    count(usage, authorized);
-                }
-            })
-        },
+        diffs: sync,
+        allowed: Box::new(move |authorized| {
+            if let Some(usage) = &usage {
+                count(usage, authorized);
+            }
+        }),
     });
     let limits = Limits { idle: section.limits.idle_timeout, ..config.limits.connections };
     let server = Server {
@@ -167,14 +178,11 @@ pub(super) async fn part(
     };
     // The other half is for requests that end by themselves.
     let drain: Duration = config.drain.timeout / 2;
-    let mut part = Part::default().server(server).task(Arc::clone(&service).run(
+    let part = Part::default().server(server).task(Arc::clone(&service).run(
         lifecycle,
         drain,
         config.drain.upgrade_grace,
     ));
-    if let Some((gitlab, period)) = reports {
-        part = part.task(usage.report(gitlab, period));
-    }
     Ok((part, service))
 }
 

@@ -36,6 +36,7 @@ pub use self::{
 use crate::registrar::Registrar;
 use kas_config::Attempts;
 use observe::refusals::{ListenerName, Reason, Refusals};
+use planner::Applier;
 use routing::{
     rate_limit::RateLimit,
     registry::{RegistryPool, TunnelRegistry},
@@ -60,6 +61,7 @@ pub struct AgentListener {
     registrar: Arc<Registrar>,
     services: HashMap<&'static str, Arc<dyn AgentService>>,
     configs: Arc<AgentConfigs>,
+    applier: Applier,
     metrics: Arc<AgentMetrics>,
     refusals: Arc<Refusals>,
     naming: Naming,
@@ -97,6 +99,8 @@ pub struct Parts {
     pub services: Vec<Arc<dyn AgentService>>,
     /// The configurations of agents.
     pub configs: Arc<AgentConfigs>,
+    /// Who applies manifests.
+    pub applier: Applier,
     /// Metrics of agents.
     pub metrics: Arc<AgentMetrics>,
     /// Counters of refusals.
@@ -123,6 +127,7 @@ impl AgentListener {
             registrar,
             services,
             configs,
+            applier,
             metrics,
             refusals,
             naming,
@@ -149,6 +154,7 @@ impl AgentListener {
                 .flat_map(|service| service.paths().iter().map(|path| (*path, Arc::clone(service))))
                 .collect(),
             configs,
+            applier,
             metrics,
             refusals,
             naming,

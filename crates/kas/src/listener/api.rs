@@ -37,7 +37,7 @@ use crate::sync::SyncService;
 
 mod services;
 
-pub(crate) use services::{connected, explain};
+pub(crate) use services::explain;
 
 /// The largest message of a caller that uses compression, in bytes. It is held in memory while decompressed.
 const MAX_INFLATED: usize = 4 << 20;

@@ -5,6 +5,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use bytes::Bytes;
 use futures_util::stream;
 use git_sources::access::{Access, Refused, VerifyProject};
+use gitlab::usage::Usage;
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::Frame;
@@ -35,6 +36,8 @@ pub struct Flux {
     pushes: Arc<Pushes>,
     access: Arc<Access<VerifyProject>>,
     phase: watch::Receiver<Phase>,
+    /// `None`: usage is not reported.
+    usage: Option<Arc<Usage>>,
 }
 
 impl Flux {
@@ -43,8 +46,9 @@ impl Flux {
         pushes: Arc<Pushes>,
         access: Arc<Access<VerifyProject>>,
         phase: watch::Receiver<Phase>,
+        usage: Option<Arc<Usage>>,
     ) -> Self {
-        Self { pushes, access, phase }
+        Self { pushes, access, phase, usage }
     }
 
     async fn begin(self: Arc<Self>, call: AgentCall) -> Result<Answered, Status> {
@@ -89,6 +93,8 @@ struct Told {
     at: Option<Instant>,
     /// It is told again at this time, because of a push soon after that.
     due: Option<Instant>,
+    /// The id of the project, once a push has told it.
+    project: Option<i64>,
 }
 
 /// One call of an agent.
@@ -120,10 +126,13 @@ impl Call {
         loop {
             let now = Instant::now();
             let due = self.projects.iter().find(|(_, told)| told.due.is_some_and(|due| due <= now));
-            if let Some(path) = due.map(|(path, _)| path.clone()) {
-                self.projects.insert(path.clone(), Told { at: Some(now), due: None });
+            if let Some((path, project)) = due.map(|(path, told)| (path.clone(), told.project)) {
+                self.projects.insert(path.clone(), Told { at: Some(now), due: None, project });
                 match self.service.access.check(self.token.expose_secret(), &path).await {
                     Ok(_) => {
+                        if let Some(usage) = &self.service.usage {
+                            usage.count_push(project);
+                        }
                         let message = ReconcileProjectsResponse { project: Some(Project { id: path }) };
                         return Some(Frame::data(grpc::encode(&message)));
                     }
@@ -145,6 +154,7 @@ impl Call {
             match self.event().await {
                 Event::Push(push) => {
                     if let Some(told) = self.projects.get_mut(&*push.full_path) {
+                        told.project = Some(push.project);
                         told.pushed(Instant::now());
                     }
                 }

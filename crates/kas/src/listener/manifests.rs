@@ -20,6 +20,7 @@ use http_body::Frame;
 use http_body_util::StreamBody;
 use identity::jwt;
 use ids::Match;
+use planner::{Applier, applier::AgentkVersion};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::gitlab::agent::{
@@ -49,6 +50,9 @@ const BACKOFF: (Duration, Duration) = (Duration::from_secs(10), Duration::from_s
 const CHECK: Duration = Duration::from_secs(12);
 /// How often the head is looked up anew after its commit was gone.
 const GONE: u32 = 3;
+/// What an agent is told that must not apply by itself.
+const NOT_THE_AGENT: [&str; 2] =
+    ["GitOps: kas applies for this agent", "GitOps: nobody applies: agent.gitops.applier of kas is none"];
 /// What an agent is told if the cause is not its repository.
 const FAILED: &str = "GitOps: failed to get objects to synchronize";
 
@@ -59,7 +63,10 @@ pub struct Manifests {
     /// `None`: there is no GitLab, only repositories on this host.
     access: Option<Arc<Access<ReadProject>>>,
     config: kas_config::Gitops,
+    applier: Applier,
     phase: watch::Receiver<Phase>,
+    /// `None`: usage is not reported.
+    usage: Option<Arc<Usage>>,
 }
 
 impl Manifests {
@@ -68,9 +75,11 @@ impl Manifests {
         repositories: Arc<Repositories>,
         access: Option<Arc<Access<ReadProject>>>,
         config: kas_config::Gitops,
+        applier: Applier,
         phase: watch::Receiver<Phase>,
+        usage: Option<Arc<Usage>>,
     ) -> Self {
-        Self { repositories, access, config, phase }
+        Self { repositories, access, config, applier, phase, usage }
     }
 
     fn limits(&self) -> Limits {
@@ -84,8 +93,15 @@ impl Manifests {
     async fn begin(self: Arc<Self>, call: AgentCall) -> Result<Answered, Status> {
         let token = jwt::bearer(&call.headers)?.to_vec().into();
         let is_gzip = accepts_gzip(&call.headers);
+        // Only GitLab's agentk applies by itself.
+        let agentk = if call.is_ours() { AgentkVersion::Own } else { AgentkVersion::Unreadable };
         let (context, request) = call.message::<ObjectsToSynchronizeRequest>().await?;
         let request = Request::read(request, self.config.max_number_of_paths)?;
+        if self.applier.forbids(agentk) {
+            let [kas, nobody] = NOT_THE_AGENT;
+            let text = if self.applier == Applier::None { nobody } else { kas };
+            return Err(Status::new(Code::FailedPrecondition, text));
+        }
         let jitter = 0.95 + rand::random::<f64>() / 10.0;
         let call = Call {
             service: self,
@@ -248,6 +264,9 @@ impl Call {
                         sent,
                         "manifests were sent"
                     );
+                    if let Some(usage) = &self.service.usage {
+                        usage.count_syncs(1);
+                    }
                     self.state = State::Sent;
                     Some(self.frame(Message::Trailer(Trailer {})))
                 }

@@ -11,6 +11,7 @@ use futures_util::future::BoxFuture;
 use ids::AgentId;
 use kubernetes_api::KubernetesApi;
 use process::lifecycle::Phase;
+use proto::kas::api::v1::GetSyncRequest;
 use serde::Serialize;
 use tokio::{
     sync::watch,
@@ -19,10 +20,7 @@ use tokio::{
 };
 
 use super::shown::{Agents, Asked, ConnectionShown, Events, Long, Overview, Own, Why};
-use crate::{
-    listener::api::{connected, explain},
-    sync::SyncService,
-};
+use crate::{connected::connected, listener::api::explain, sync::SyncService};
 use routing::{metrics::RequestMetrics, router::Router};
 
 /// How often the numbers are sent.
@@ -313,9 +311,14 @@ impl View {
         let (source, agent) = (&self.feed.source, explained.agent);
         let answer = explain(&source.router, &*source.tracker, agent).await;
         let listed: Result<Connected, _> = connected(&*source.tracker, Query::Agent(agent)).await;
+        let question = GetSyncRequest { agent_id: agent.get(), ..GetSyncRequest::default() };
+        let sync = source.sync.get(&question).await;
         explained.next = Instant::now() + EXPLAIN;
         match listed {
-            Ok(connected) => Some(event("why", &Why::new(agent, &answer, &connected))),
+            Ok(connected) => {
+                // Without an answer of its home, nothing is said of its manifests.
+                Some(event("why", &Why::new(agent, &answer, &connected, sync.as_ref().ok())))
+            }
             Err(error) => {
                 tracing::debug!(error = %error, "an agent cannot be explained for the page");
                 None

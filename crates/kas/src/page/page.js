@@ -387,6 +387,7 @@ function showWhy() {
     say($("verdict"), "Asking every replica…");
     show($("route"));
     for (const table of ["holds", "beliefs", "pods"]) show($(table).tBodies[0]);
+    $("manifests-panel").hidden = true;
     say($("agent-title"), `Agent ${id}`);
     return;
   }
@@ -420,11 +421,31 @@ function showWhy() {
       cell("True", truth.has(belief.name) ? yes(truth.get(belief.name) === belief.holds) : belief.gitlab ? "it cannot say" : "it did not say"),
       cell("Why", belief.why))));
   const now = state.overview?.at ?? Date.now();
+  showManifests(why.manifests, now);
   const pods = why.connections.map((c) =>
     make("tr", {},
       make("th", { scope: "row" }, c.pod || "–"), cell("Version", c.version || "–"), cell("Replica", c.unconfirmed ? `${c.replica} (unconfirmed)` : c.replica), cell("Connected", `${ago(now - c.since)} ago`)));
   if (why.omitted) pods.push(make("tr", {}, make("td", { colspan: 4 }, `${count(why.omitted, "connection")} more, not listed.`)));
   show($("pods").tBodies[0], ...(pods.length ? pods : [make("tr", {}, make("td", { colspan: 4 }, "No pod of it is connected."))]));
+}
+
+function showManifests(manifests, now) {
+  $("manifests-panel").hidden = !manifests;
+  if (!manifests) return;
+  const notes = [manifests.waits ? `kas applies nothing: ${manifests.waits}` : `Replica ${manifests.replica} plans for it.`];
+  if (manifests.omitted) notes.push(`${count(manifests.omitted, "project")} more, not listed.`);
+  say($("manifests-note"), notes.join(" "));
+  const number = (of, text) => make("td", { class: "number", "data-of": of }, text);
+  show($("manifests").tBodies[0], ...manifests.projects.map((p) =>
+    make("tr", { "data-phase": p.phase },
+      make("th", { scope: "row" }, p.name),
+      cell("Phase", p.phase),
+      cell("Since", p.since ? `${ago(now - p.since)}` : "–"),
+      cell("Applied", p.applied || "–"),
+      cell("Wanted", p.wanted || "–"),
+      number("Current objects", `${known(p.current)} of ${known(p.objects)}`),
+      number("Wait to be pruned", p.to_prune ? known(p.to_prune) : "–"),
+      cell("Why", p.message || "–"))));
 }
 
 // The stream. While nobody can see the page there is none.

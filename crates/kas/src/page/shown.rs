@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use cluster::{Connected, Load, Located, PeerReport, ReplicaState, Replicas, Unanswered};
 use kubernetes_api::LongRequests;
-use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse};
+use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse, GetSyncResponse, ProjectSync};
 use serde::Serialize;
 
 /// The longest text that an agent reports, in characters. A longer one is cut.
 const LONGEST: usize = 200;
+/// The most manifest projects of one agent in a list.
+const PROJECTS: usize = 200;
 /// The most connections of one agent in a list.
 const PODS: usize = 200;
 
@@ -264,6 +266,61 @@ pub(super) struct Why<'a> {
     route: &'a [String],
     replicas: Vec<OnReplica<'a>>,
     silent: Vec<Silent<'a>>,
+    /// Its manifest projects; `null`: it has none.
+    manifests: Option<SyncShown<'a>>,
+}
+
+#[derive(Serialize)]
+struct SyncShown<'a> {
+    /// The replica that plans.
+    replica: &'a str,
+    /// Why kas applies nothing; empty: it does.
+    waits: &'a str,
+    projects: Vec<ProjectShown>,
+    /// Projects that are not listed.
+    omitted: usize,
+}
+
+#[derive(Serialize)]
+struct ProjectShown {
+    name: String,
+    phase: String,
+    message: String,
+    /// Since when, in milliseconds since 1970.
+    since: u64,
+    /// The first digits of the commits; empty: none.
+    applied: String,
+    wanted: String,
+    current: u64,
+    objects: u64,
+    to_prune: u64,
+}
+
+impl<'a> SyncShown<'a> {
+    /// `None`: no replica plans for the agent.
+    fn new(sync: &'a GetSyncResponse) -> Option<Self> {
+        if sync.replica.is_empty() {
+            return None;
+        }
+        let digits = |commit: &str| commit.chars().take(12).collect();
+        let project = |project: &ProjectSync| ProjectShown {
+            name: cut(&project.project),
+            phase: cut(&project.phase),
+            message: cut(&project.message),
+            since: project.since.map_or(0, |at| u64::try_from(at.seconds).unwrap_or(0).saturating_mul(1_000)),
+            applied: digits(&project.applied_commit),
+            wanted: digits(&project.wanted_commit),
+            current: project.current,
+            objects: project.objects,
+            to_prune: project.to_prune,
+        };
+        Some(Self {
+            replica: &sync.replica,
+            waits: &sync.waits,
+            omitted: sync.projects.len().saturating_sub(PROJECTS),
+            projects: sync.projects.iter().take(PROJECTS).map(project).collect(),
+        })
+    }
 }
 
 #[derive(Serialize)]
@@ -296,6 +353,7 @@ impl<'a> Why<'a> {
         agent: ids::AgentId,
         answer: &'a ExplainAgentResponse,
         connected: &'a Connected,
+        sync: Option<&'a GetSyncResponse>,
     ) -> Self {
         let replica = |replica: &'a AgentOnReplica| OnReplica {
             name: &replica.name,
@@ -333,6 +391,34 @@ impl<'a> Why<'a> {
             route: &answer.route,
             replicas: answer.replicas.iter().map(replica).collect(),
             silent: answer.unanswered.iter().map(silent).collect(),
+            manifests: sync.and_then(SyncShown::new),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn projects_are_shown_without_what_is_too_long_or_too_much() {
+        let project = ProjectSync {
+            project: "group/web".to_owned(),
+            phase: "degraded".to_owned(),
+            message: "x".repeat(1_000),
+            applied_commit: "0123456789abcdef".to_owned(),
+            to_prune: 2,
+            ..ProjectSync::default()
+        };
+        let sync = GetSyncResponse {
+            replica: "kas-0".to_owned(),
+            waits: String::new(),
+            projects: vec![project; PROJECTS + 3],
+        };
+        let shown = SyncShown::new(&sync).unwrap();
+        assert_eq!((shown.projects.len(), shown.omitted), (PROJECTS, 3));
+        assert_eq!(shown.projects[0].applied, "0123456789ab");
+        assert_eq!(shown.projects[0].message.len(), LONGEST);
+        assert!(SyncShown::new(&GetSyncResponse::default()).is_none());
     }
 }

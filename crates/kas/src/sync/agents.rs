@@ -6,19 +6,14 @@ use std::{
     time::Duration,
 };
 
-use agent_config::{
-    AgentConfigs, ConfigStream,
-    kas_yaml::{self, KasYaml},
-};
+use agent_config::{AgentConfigs, ConfigStream, KasState, Shown};
 use identity::Identity;
 use ids::{Agent, AgentId};
-use kas_config::{ConfigurationSource, Source};
 use parking_lot::Mutex;
 use planner::{Agents, Bounds, Configuration};
-use repository::{Content, RepoPath, Repository, Revision, bare::Bare, folder::Folder};
 use routing::registry::TunnelRegistry;
 
-/// How often the files `kas.yaml` are looked at.
+/// How often the agents that need a stand-in are looked for.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// The agents of this replica.
@@ -26,23 +21,9 @@ pub(crate) struct HeldAgents {
     identity: Arc<dyn Identity>,
     registry: Arc<TunnelRegistry>,
     configs: Arc<AgentConfigs>,
-    /// Where the files are; `None`: there are none, and every agent has the defaults.
-    repository: Option<(Arc<dyn Repository>, &'static str)>,
-    /// The largest file, in bytes.
-    limit: u64,
-    files: Mutex<HashMap<AgentId, Known>>,
     /// Streams that no agent reads. They keep the configurations of agents known whose own streams are all at
     /// other replicas, as GitLab's agents may have them.
     streams: Mutex<HashMap<AgentId, Arc<ConfigStream>>>,
-}
-
-/// The file of an agent.
-#[derive(Debug, Default)]
-struct Known {
-    /// The last good one.
-    good: Option<Arc<KasYaml>>,
-    /// Why the current one is not good.
-    flaw: Option<String>,
 }
 
 impl HeldAgents {
@@ -50,16 +31,8 @@ impl HeldAgents {
         identity: Arc<dyn Identity>,
         registry: Arc<TunnelRegistry>,
         configs: Arc<AgentConfigs>,
-        config: &ConfigurationSource,
     ) -> Arc<Self> {
-        let repository: Option<(Arc<dyn Repository>, _)> = match &config.source {
-            Source::None => None,
-            Source::Folder(path) => Some((Arc::new(Folder::new(path)), "agents")),
-            Source::Git(path) => Some((Arc::new(Bare::new(path, None)), ".gitlab/agents")),
-        };
-        let limit = config.max_file_size.into();
-        let (files, streams) = (Mutex::default(), Mutex::default());
-        Arc::new(Self { identity, registry, configs, repository, limit, files, streams })
+        Arc::new(Self { identity, registry, configs, streams: Mutex::default() })
     }
 
     /// Lets the configurations of these agents be read here.
@@ -69,80 +42,42 @@ impl HeldAgents {
         streams.retain(|known, _| ids.contains(known));
         for agent in held {
             if !streams.contains_key(&agent.id) && self.configs.latest(agent).is_none() {
-                streams.insert(agent.id, self.configs.subscribe(agent, ""));
+                streams.insert(agent.id, self.configs.subscribe(agent, "", Shown::All));
             }
         }
+    }
+
+    /// Returns the agents of this replica with what their `kas.yaml` says, as far as that is known.
+    pub(super) fn files(&self) -> Vec<(Arc<Agent>, KasState)> {
+        let held = self.held().into_iter();
+        held.filter_map(|agent| self.configs.kas_yaml(&agent).map(|state| (agent, state))).collect()
+    }
+
+    /// Reads `kas.yaml` of agents that this replica does not hold, if the files are on this host.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(super) async fn files_of_others(
+        &self,
+        is_wanted: impl Fn(&Agent) -> bool,
+    ) -> Vec<(Arc<Agent>, KasState)> {
+        let mut read = Vec::new();
+        for agent in self.identity.agents() {
+            if self.registry.holds(agent.id) || !is_wanted(&agent) {
+                continue;
+            }
+            if let Some(state) = self.configs.read_kas_yaml(&agent).await {
+                read.push((agent, state));
+            }
+        }
+        read
     }
 
     /// Reads what the planners need of agents until dropped.
     pub(crate) async fn follow(self: Arc<Self>) {
         loop {
-            let held = self.held();
-            self.keep_configurations(&held);
-            let Some((repository, folder)) = &self.repository else {
-                tokio::time::sleep(LOOK).await;
-                continue;
-            };
-            let ids: HashSet<AgentId> = held.iter().map(|agent| agent.id).collect();
-            self.files.lock().retain(|known, _| ids.contains(known));
-            for agent in held {
-                let latest = self.configs.latest(&agent);
-                let has_projects = latest
-                    .and_then(|latest| latest.gitops.clone())
-                    .is_some_and(|gitops| !gitops.manifest_projects.is_empty());
-                if has_projects {
-                    self.read(&**repository, folder, &agent).await;
-                }
-            }
+            self.keep_configurations(&self.held());
             tokio::time::sleep(LOOK).await;
-        }
-    }
-
-    async fn read(&self, repository: &dyn Repository, folder: &str, agent: &Agent) {
-        let Ok(path) = RepoPath::new(format!("{folder}/{}/kas.yaml", agent.name)) else { return };
-        let parsed = match repository.file(&Revision::Head, &path, self.limit).await {
-            // What is known stays.
-            Err(error) => {
-                tracing::debug!(
-                    agent.id = agent.id.get(),
-                    error = error.to_string(),
-                    "kas.yaml cannot be read"
-                );
-                return;
-            }
-            Ok(file) => match file.content {
-                Content::Absent => Ok(KasYaml::default()),
-                content => content
-                    .into_data(&repository.shown(&path))
-                    .map_err(|error| error.to_string())
-                    .and_then(|data| kas_yaml::parse(&data)),
-            },
-        };
-        let mut files = self.files.lock();
-        let known = files.entry(agent.id).or_default();
-        match parsed {
-            Ok(parsed) => {
-                if known.good.as_deref() != Some(&parsed) {
-                    known.good = Some(Arc::new(parsed));
-                }
-                known.flaw = None;
-            }
-            Err(flaw) => {
-                if known.flaw.as_ref() != Some(&flaw) {
-                    let consequence = match known.good {
-                        Some(_) => "the last good one stays",
-                        None => "nothing is applied",
-                    };
-                    tracing::warn!(
-                        agent.id = agent.id.get(),
-                        path = repository.shown(&path),
-                        error = flaw,
-                        consequence,
-                        "kas.yaml of an agent is invalid"
-                    );
-                }
-                known.flaw = Some(flaw);
-            }
         }
     }
 }
@@ -156,11 +91,9 @@ impl Agents for HeldAgents {
 
     fn configuration(&self, agent: &Agent) -> Option<Configuration> {
         let latest = self.configs.latest(agent)?;
-        let file = match &self.repository {
-            None => Arc::default(),
-            Some(_) => self.files.lock().get(&agent.id)?.good.clone()?,
-        };
-        let projects = latest.gitops.iter().flat_map(|gitops| gitops.manifest_projects.iter().cloned());
+        let file = self.configs.kas_yaml(agent)?.good?;
+        let gitops = latest.configuration.gitops.iter();
+        let projects = gitops.flat_map(|gitops| gitops.manifest_projects.iter().cloned());
         Some(Configuration {
             projects: projects.collect(),
             bounds: Bounds { namespaces: file.namespaces.clone(), check: Some(file.check) },

@@ -3,9 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use gitops::{Diff, decode::File};
+use ids::Impersonation;
 use planner::{AgentSync, ControlError, DiffOf, ProjectStatus};
-use proto::kas::api::v1::{
-    DiffChange, DiffRequest, DiffResponse, GetSyncResponse, ProjectSync, SyncedObject, diff_request::Of,
+use proto::{
+    gitlab::agent::kubernetes_api::rpc::{ExtraKeyVal, ImpersonationConfig},
+    kas::api::v1::{
+        DiffChange, DiffRequest, DiffResponse, GetSyncResponse, ProjectSync, SyncedObject, diff_request::Of,
+    },
 };
 use tokio::time::Instant;
 
@@ -95,5 +99,43 @@ pub(super) fn status(error: &ControlError) -> tonic::Status {
         ControlError::Wrong(_) => tonic::Status::failed_precondition(text),
         ControlError::Busy(_) => tonic::Status::resource_exhausted(text),
         ControlError::Failed(_) => tonic::Status::aborted(text),
+    }
+}
+
+/// Returns an identity for another replica.
+pub(super) fn impersonation(identity: Impersonation) -> ImpersonationConfig {
+    let Impersonation { username, groups, uid, extra } = identity;
+    let extra = extra.into_iter().map(|(key, val)| ExtraKeyVal { key, val });
+    ImpersonationConfig { username, groups, uid: uid.unwrap_or_default(), extra: extra.collect() }
+}
+
+/// Reads an identity of another replica.
+pub(super) fn identity(config: ImpersonationConfig) -> Result<Impersonation, tonic::Status> {
+    let ImpersonationConfig { username, groups, uid, extra } = config;
+    let extra = extra.into_iter().map(|ExtraKeyVal { key, val }| (key, val));
+    let uid = Some(uid).filter(|uid| !uid.is_empty());
+    let identity = Impersonation { username, groups, uid, extra: extra.collect() };
+    // A configuration may name a service account.
+    identity.check(true).map_err(|error| tonic::Status::invalid_argument(format!("run_as: {error}")))?;
+    Ok(identity)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn identities_survive_the_way_to_another_replica() {
+        let full = Impersonation {
+            username: "kas:jane".to_owned(),
+            groups: vec!["kas:dev".to_owned()],
+            uid: Some("u".to_owned()),
+            extra: vec![("agent.gitlab.com/id".to_owned(), vec!["7".to_owned()])],
+        };
+        assert_eq!(identity(impersonation(full.clone())).unwrap(), full);
+        let bare = Impersonation { username: "gitlab:ci_job:1".to_owned(), ..Impersonation::default() };
+        assert_eq!(identity(impersonation(bare.clone())).unwrap(), bare);
+        let nobody = identity(ImpersonationConfig::default()).unwrap_err();
+        assert_eq!(nobody.code(), tonic::Code::InvalidArgument);
     }
 }

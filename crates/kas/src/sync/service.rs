@@ -2,36 +2,40 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
-use cluster::{Candidate, Tracker, Wire};
+use cluster::{Candidate, Replica, Tracker, Wire};
 use futures_util::{Stream, stream};
 use grpc::{Code, MessageReader, service::LocalService, service::local_service};
-use ids::{AgentId, ReplicaId};
+use ids::{AgentId, Impersonation, ReplicaId};
 use planner::{Control, Planners, home};
 use process::lifecycle::Phase;
 use prost::Message;
 use proto::kas::{
     api::v1::{
         ControlSyncRequest, ControlSyncResponse, DiffRequest, DiffResponse, GetSyncRequest, GetSyncResponse,
-        control_sync_request::Action,
+        ListEnvironmentsRequest, control_sync_request::Action,
     },
-    internal::v1::sync_server::{Sync as SyncRpc, SyncServer},
+    internal::v1::{
+        DiffForRequest, HeldEnvironments,
+        sync_server::{Sync as SyncRpc, SyncServer},
+    },
 };
 use routing::peer::Peers;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use super::convert;
+use super::{HeldAgents, convert};
 
 const GET: &str = "/kas.internal.v1.Sync/Get";
 const CONTROL: &str = "/kas.internal.v1.Sync/Control";
 const DIFF: &str = "/kas.internal.v1.Sync/Diff";
+const DIFF_FOR: &str = "/kas.internal.v1.Sync/DiffFor";
 
 /// The largest question, in bytes: 20 MiB of files, and their paths.
 pub(crate) const MAX_QUESTION: usize = 24 << 20;
 /// The largest answer, in bytes.
-const MAX_ANSWER: usize = 64 << 20;
+pub(super) const MAX_ANSWER: usize = 64 << 20;
 /// How long another replica may take to say what it knows.
-const KNOWN_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 /// How long it may take to do something.
 const DONE_WITHIN: Duration = Duration::from_secs(3_600);
 /// How long it may take for a diff.
@@ -43,11 +47,12 @@ const ASK: Duration = Duration::from_secs(1);
 
 /// Answers questions about syncs.
 pub struct SyncService {
-    planners: Arc<Planners>,
-    tracker: Arc<dyn Tracker>,
+    pub(super) planners: Arc<Planners>,
+    pub(super) tracker: Arc<dyn Tracker>,
     me: ReplicaId,
     /// `None`: there are no other replicas.
-    peers: Option<Arc<Peers>>,
+    pub(super) peers: Option<Arc<Peers>>,
+    pub(super) held: Arc<HeldAgents>,
 }
 
 impl std::fmt::Debug for SyncService {
@@ -64,8 +69,9 @@ impl SyncService {
         tracker: Arc<dyn Tracker>,
         me: ReplicaId,
         peers: Option<Arc<Peers>>,
+        held: Arc<HeldAgents>,
     ) -> Arc<Self> {
-        Arc::new(Self { planners, tracker, me, peers })
+        Arc::new(Self { planners, tracker, me, peers, held })
     }
 
     /// Returns the service for other replicas.
@@ -134,17 +140,36 @@ impl SyncService {
     pub(crate) async fn diff(&self, request: DiffRequest) -> Result<DiffResponse, Status> {
         let agent = agent(request.agent_id)?;
         if self.planners.get(agent, Some(&request.project), false).is_some() {
-            return self.diff_here(request).await;
+            return self.diff_here(request, None).await;
         }
         self.elsewhere(agent, DIFF, &request, DIFF_WITHIN).await
     }
 
-    async fn diff_here(&self, request: DiffRequest) -> Result<DiffResponse, Status> {
+    /// Makes a diff at the home of the agent, with the rights of an identity.
+    pub(super) async fn diff_for(
+        &self,
+        request: DiffRequest,
+        run_as: Impersonation,
+    ) -> Result<DiffResponse, Status> {
+        let agent = agent(request.agent_id)?;
+        if self.planners.get(agent, Some(&request.project), false).is_some() {
+            return self.diff_here(request, Some(run_as)).await;
+        }
+        let run_as = Some(convert::impersonation(run_as));
+        let request = DiffForRequest { diff: Some(request), run_as };
+        self.elsewhere(agent, DIFF_FOR, &request, DIFF_WITHIN).await
+    }
+
+    async fn diff_here(
+        &self,
+        request: DiffRequest,
+        run_as: Option<Impersonation>,
+    ) -> Result<DiffResponse, Status> {
         let agent = agent(request.agent_id)?;
         let project = request.project.clone();
         let of = convert::diff_of(request)?;
-        let diff = self.planners.diff(agent, &project, of).await.map_err(|error| convert::status(&error))?;
-        Ok(convert::diff(diff))
+        let made = self.planners.diff(agent, &project, of, run_as).await;
+        Ok(convert::diff(made.map_err(|error| convert::status(&error))?))
     }
 
     /// Returns the state of an agent's projects, and again after each change.
@@ -189,7 +214,7 @@ impl SyncService {
         let message = grpc::encode(question);
         let mut failure = None;
         for holder in others {
-            let asked = ask(peers, holder, path, message.clone());
+            let asked = ask(peers, &holder.replica, path, message.clone());
             let answer = tokio::time::timeout(within, asked).await.unwrap_or_else(|_| {
                 Err(Status::deadline_exceeded(format!(
                     "replica {} did not answer within {within:?}",
@@ -215,14 +240,14 @@ impl SyncService {
 }
 
 /// Asks another replica.
-async fn ask<A: Message + Default>(
+pub(super) async fn ask<A: Message + Default>(
     peers: &Arc<Peers>,
-    holder: &Candidate,
+    replica: &Replica,
     path: &str,
     message: bytes::Bytes,
 ) -> Result<A, Status> {
-    let unavailable = |text: String| Status::unavailable(format!("replica {}: {text}", holder.replica.id));
-    let answer = peers.peer(&holder.replica).call(path, message).await;
+    let unavailable = |text: String| Status::unavailable(format!("replica {}: {text}", replica.id));
+    let answer = peers.peer(replica).call(path, message).await;
     let answer = answer.map_err(|error| unavailable(process::error::chain(&error)))?;
     if let Some(status) = grpc::Status::from_headers(answer.headers())
         && status.code() != Code::Ok
@@ -318,6 +343,20 @@ impl SyncRpc for Here {
     }
 
     async fn diff(&self, request: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
-        self.0.diff_here(request.into_inner()).await.map(Response::new)
+        self.0.diff_here(request.into_inner(), None).await.map(Response::new)
+    }
+
+    async fn diff_for(&self, request: Request<DiffForRequest>) -> Result<Response<DiffResponse>, Status> {
+        let DiffForRequest { diff, run_as } = request.into_inner();
+        let diff = diff.ok_or_else(|| Status::invalid_argument("diff is needed"))?;
+        let run_as = run_as.map(convert::identity).transpose()?;
+        self.0.diff_here(diff, run_as).await.map(Response::new)
+    }
+
+    async fn environments(
+        &self,
+        request: Request<ListEnvironmentsRequest>,
+    ) -> Result<Response<HeldEnvironments>, Status> {
+        self.0.environments_here(request.get_ref()).map(Response::new)
     }
 }

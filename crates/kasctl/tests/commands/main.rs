@@ -11,6 +11,7 @@ mod connection;
 mod explain;
 mod failures;
 mod fake;
+mod gitops;
 mod kubeconfig;
 mod login;
 mod pods;

@@ -153,11 +153,8 @@ pub fn check(log: &str, planner: &str, id: &str, heads: &[HeadSpan]) -> Deletion
                         ObjectRef { namespace: text("namespace"), name: text("name"), ..object.clone() };
                     // Items of a list have no kind of their own.
                     let kind = event.response_object["kind"].as_str().unwrap_or_default();
-                    let kind = kind.strip_suffix("List").unwrap_or(kind).to_owned();
-                    if kind != "PartialObjectMetadata" {
-                        let owner = item["metadata"]["annotations"][OWNER].as_str().map(str::to_owned);
-                        seen.insert(object, Seen { kind, owner });
-                    }
+                    let kind = kind.strip_suffix("List").unwrap_or(kind);
+                    saw(&mut seen, object, kind, &item["metadata"]);
                 }
             }
             _ => {}
@@ -174,17 +171,30 @@ pub fn check(log: &str, planner: &str, id: &str, heads: &[HeadSpan]) -> Deletion
 }
 
 fn note(seen: &mut HashMap<ObjectRef, Seen>, object: &ObjectRef, response: &Value) {
-    let name = response["metadata"]["name"].as_str().unwrap_or_default();
+    let metadata = &response["metadata"];
+    let name = metadata["name"].as_str().unwrap_or_default();
     let kind = response["kind"].as_str().unwrap_or_default();
-    if name.is_empty() || matches!(kind, "" | "Status" | "PartialObjectMetadata") {
-        return;
+    if !name.is_empty() && !matches!(kind, "" | "Status") {
+        saw(seen, ObjectRef { name: name.to_owned(), ..object.clone() }, kind, metadata);
     }
-    let owner = response["metadata"]["annotations"][OWNER].as_str().map(str::to_owned);
-    seen.insert(ObjectRef { name: name.to_owned(), ..object.clone() }, Seen { kind: kind.to_owned(), owner });
 }
 
-/// Returns the keys of the inventories with this id in a response; `None`: there is none.
+/// Notes the mark of an object. Its kind is not in a response with only metadata.
+fn saw(seen: &mut HashMap<ObjectRef, Seen>, object: ObjectRef, kind: &str, metadata: &Value) {
+    let owner = metadata["annotations"][OWNER].as_str().map(str::to_owned);
+    if kind != "PartialObjectMetadata" {
+        seen.insert(object, Seen { kind: kind.to_owned(), owner });
+    } else if let Some(known) = seen.get_mut(&object) {
+        known.owner = owner;
+    }
+}
+
+/// Returns the keys of the inventories with this id in a response; `None`: there is none, or only its metadata,
+/// of which a planner that lists the ConfigMaps of a namespace learns no keys.
 fn inventories(response: &Value, id: &str) -> Option<BTreeSet<String>> {
+    if !matches!(response["kind"].as_str(), Some("ConfigMap" | "ConfigMapList")) {
+        return None;
+    }
     let single = std::slice::from_ref(response);
     let all = response["items"].as_array().map_or(single, Vec::as_slice);
     let matching = all.iter().filter(|it| it["metadata"]["labels"][INVENTORY] == id);
@@ -312,6 +322,35 @@ mod tests {
         let heads = [head(0, 60, &["new"])];
         let found = violations(&log(&[], Some("1-2")), &heads);
         assert!(found[0].contains("not in the inventory"), "{found:?}");
+    }
+
+    /// Metadata of ConfigMaps, the inventory among them, as a planner reads them where there are many.
+    fn metadata(owner: Option<&str>) -> Value {
+        let labels = json!({ INVENTORY: "1-2" });
+        json!({ "kind": "PartialObjectMetadataList", "items": [
+            { "kind": "PartialObjectMetadata", "metadata": { "name": "inventory-1-2", "namespace": "shop", "labels": labels } },
+            { "kind": "PartialObjectMetadata", "metadata": {
+                "name": "old", "namespace": "shop", "annotations": { OWNER: owner },
+            } },
+        ] })
+    }
+
+    #[test]
+    fn metadata_of_an_inventory_has_no_keys() {
+        let heads = [head(0, 12, &["old", "new"]), head(12, 60, &["new"])];
+        let listed = event(16, "list", "", &metadata(Some("1-2")));
+        let whole = [log(&[KEY], Some("1-2")), listed.clone()].join("\n");
+        assert_eq!(violations(&whole, &heads), Vec::<String>::new());
+        let without = [log(&[], Some("1-2")), listed].join("\n");
+        assert!(violations(&without, &heads)[0].contains("not in the inventory"));
+    }
+
+    #[test]
+    fn a_mark_that_only_metadata_shows_counts() {
+        let heads = [head(0, 60, &["new"])];
+        let listed = event(16, "list", "", &metadata(Some("9-9")));
+        let found = violations(&[log(&[KEY], Some("1-2")), listed].join("\n"), &heads);
+        assert!(found[0].contains("not marked"), "{found:?}");
     }
 
     #[test]

@@ -6,13 +6,14 @@ use std::{
     time::Duration,
 };
 
-use agent_config::ConfigBody;
+use agent_config::{ConfigBody, Shown};
 use cluster::{Connection, Lease};
 use grpc::Status;
 use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use ids::{AgentId, ConnectionId};
 use net::http::Body;
+use planner::applier::AgentkVersion;
 use proto::gitlab::agent::agent_configuration::rpc::ConfigurationRequest;
 use tokio::time::Instant;
 
@@ -68,7 +69,10 @@ impl Transport {
         let registers = request.skip_register && ours.is_none();
         let stand_in = if registers { registrar::stand_in(agent.id, &meta) } else { None };
         let id = ours.or(stand_in).unwrap_or_else(ConnectionId::random);
-        let stream = listener.configs.subscribe(agent, &request.commit_id);
+        let is_forbidden = listener.applier.forbids(AgentkVersion::of(&meta.version));
+        // What kas applies must not be applied by the agent as well.
+        let shown = if is_forbidden { Shown::WithoutGitops } else { Shown::All };
+        let stream = listener.configs.subscribe(agent, &request.commit_id, shown);
         // If it registers, it is listed as a stand-in, which needs the name of its pod. `agentk doctor` sends
         // `skip_register` too but registers nowhere, so it is not listed.
         let lease = (!request.skip_register || stand_in.is_some()).then(|| {

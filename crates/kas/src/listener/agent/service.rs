@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use ids::ConnectionId;
 use net::http::Body;
 
-use super::transport::Transport;
+use super::transport::{Transport, instance};
 use identity::Authenticated;
 
 /// How long an agent may take to send its descriptor or request.
@@ -79,6 +79,11 @@ impl AgentCall {
     ) -> Result<Self, Status> {
         let gzip = encoding(&headers)?;
         Ok(Self { authenticated, headers, body, gzip, transport })
+    }
+
+    /// Whether the agentk is one of this project, which names its process.
+    pub fn is_ours(&self) -> bool {
+        instance(&self.headers, self.authenticated.agent.id).is_some()
     }
 
     /// Returns the messages of a call with several, decompressed. Each has at most `limit` bytes.

@@ -35,8 +35,9 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListReplicasRequest, ListReplicasResponse, TrackerStatusRequest, TrackerStatusResponse,
-        UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse, agent_on_replica,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
+        TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
+        WatchConnectedAgentsResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -47,9 +48,9 @@ use tonic_health::ServingStatus;
 
 use super::Correlation;
 use crate::{
+    connected::{address, connected, unanswered_replica},
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
-    registrar,
     sync::{MAX_QUESTION, SyncService},
     timestamp::timestamp,
 };
@@ -166,13 +167,6 @@ fn agent_id(id: i64, field: &str) -> Result<AgentId, tonic::Status> {
     AgentId::new(id).map_err(|error| invalid(format!("{field}: {error}, got {id}")))
 }
 
-fn address(text: &str) -> KasAddress {
-    match text.parse::<std::net::SocketAddr>() {
-        Ok(address) => KasAddress { ip: address.ip().to_string(), port: address.port().into() },
-        Err(_) => KasAddress { ip: text.to_owned(), port: 0 },
-    }
-}
-
 fn info(located: &Located) -> ConnectedAgentInfo {
     let connection = &located.connection;
     ConnectedAgentInfo {
@@ -192,17 +186,6 @@ fn info(located: &Located) -> ConnectedAgentInfo {
 
 fn unanswered(connected: &Connected) -> Vec<UnansweredReplica> {
     connected.unanswered.iter().map(unanswered_replica).collect()
-}
-
-fn unanswered_replica(missing: &cluster::Unanswered) -> UnansweredReplica {
-    UnansweredReplica { address: Some(address(&missing.replica.address)), reason: missing.reason.clone() }
-}
-
-/// Lists connections, each process once.
-pub(crate) async fn connected(tracker: &dyn Tracker, query: Query) -> Result<Connected, TrackerError> {
-    let mut connected = tracker.connected(query).await?;
-    registrar::leave_out_stand_ins(&mut connected.connections);
-    Ok(connected)
 }
 
 fn belief(view: &cluster::AgentView) -> agent_on_replica::Belief {
@@ -574,6 +557,13 @@ impl KasApi for Api {
     ) -> Result<tonic::Response<DiffResponse>, tonic::Status> {
         record_agent(&request, request.get_ref().agent_id);
         self.sync.diff(request.into_inner()).await.map(tonic::Response::new)
+    }
+
+    async fn list_environments(
+        &self,
+        request: tonic::Request<ListEnvironmentsRequest>,
+    ) -> Result<tonic::Response<ListEnvironmentsResponse>, tonic::Status> {
+        self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
     }
 }
 

@@ -3,6 +3,7 @@
 //! Its responses depend on the id of the agent or project, so that one server serves every test: see
 //! `get_pods`, `make_request`, `explain_agent` and `watch_connected_agents`.
 
+mod gitops;
 pub(crate) mod https;
 mod services;
 
@@ -71,6 +72,10 @@ pub(crate) struct Run {
 }
 
 impl Run {
+    pub(crate) fn code(&self) -> Option<i32> {
+        self.code
+    }
+
     #[track_caller]
     pub(crate) fn expect_exit(self, code: i32) -> Self {
         assert_eq!(self.code, Some(code), "{self:?}");

@@ -25,8 +25,9 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListReplicasRequest, ListReplicasResponse, Pod, TrackerStatusRequest, TrackerStatusResponse,
-        UnansweredReplica, WatchConnectedAgentsRequest, WatchConnectedAgentsResponse,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse, Pod,
+        TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
+        WatchConnectedAgentsResponse,
         agent_on_replica::Belief,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Event, SnapshotComplete},
@@ -36,7 +37,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 use tonic::{Code, Request, Response, Status, Streaming, body::Body, metadata::MetadataMap};
 use tower_service::Service as _;
 
-use super::{Other, verify};
+use super::{Other, gitops, verify};
 
 /// The status of agentk for a request that was not sent.
 const NO_API_SERVER: &str = "cannot reach the Kubernetes API server at 10.9.9.9:6443: tcp connect error: \
@@ -187,11 +188,6 @@ fn explained(mut answer: http::Response<Body>) -> http::Response<Body> {
             frame
         }))
     })
-}
-
-/// Syncs are tested with a real kas.
-fn no_gitops() -> Status {
-    Status::unimplemented("this kas applies no manifests")
 }
 
 #[async_trait::async_trait]
@@ -359,26 +355,41 @@ impl KasApi for Kas {
 
     type WatchSyncStream = BoxStream<GetSyncResponse>;
 
-    async fn get_sync(&self, _: Request<GetSyncRequest>) -> Result<Response<GetSyncResponse>, Status> {
-        Err(no_gitops())
+    async fn get_sync(&self, request: Request<GetSyncRequest>) -> Result<Response<GetSyncResponse>, Status> {
+        self.0.check(request.metadata())?;
+        gitops::sync(request.get_ref(), "degraded").map(Response::new)
     }
 
+    /// Two states, and then the end.
     async fn watch_sync(
         &self,
-        _: Request<GetSyncRequest>,
+        request: Request<GetSyncRequest>,
     ) -> Result<Response<Self::WatchSyncStream>, Status> {
-        Err(no_gitops())
+        self.0.check(request.metadata())?;
+        let states = ["applying", "degraded"].map(|phase| gitops::sync(request.get_ref(), phase));
+        Ok(Response::new(stream::iter(states).boxed()))
     }
 
     async fn control_sync(
         &self,
-        _: Request<ControlSyncRequest>,
+        request: Request<ControlSyncRequest>,
     ) -> Result<Response<ControlSyncResponse>, Status> {
-        Err(no_gitops())
+        self.0.check(request.metadata())?;
+        gitops::control(request.get_ref()).map(Response::new)
     }
 
-    async fn diff(&self, _: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
-        Err(no_gitops())
+    async fn diff(&self, request: Request<DiffRequest>) -> Result<Response<DiffResponse>, Status> {
+        self.0.check(request.metadata())?;
+        gitops::diff(request.get_ref()).map(Response::new)
+    }
+
+    async fn list_environments(
+        &self,
+        request: Request<ListEnvironmentsRequest>,
+    ) -> Result<Response<ListEnvironmentsResponse>, Status> {
+        self.0.check(request.metadata())?;
+        let is_partial = *self.0.is_partial.lock();
+        gitops::environments(request.get_ref(), is_partial).map(Response::new)
     }
 
     type WatchConnectedAgentsStream = BoxStream<WatchConnectedAgentsResponse>;
