@@ -1,6 +1,6 @@
-//! The commands of docs/guide.md and docs/security.md about kubectl, and of docs/gitops.md, as they are on the
-//! page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of these
-//! sections is run.
+//! The commands of docs/guide.md and docs/security.md about kubectl, and of docs/gitops.md, as they are on
+//! the page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of
+//! these sections is run.
 //!
 //! What is not as for a reader:
 //!

@@ -284,7 +284,11 @@ fn strike(are_built: bool) -> Result<Verdict> {
     let code = chaos::quick_of_tests()?;
     let took = began.elapsed();
     if took > QUICK_SET {
-        line(format_args!("the quick set took {}, and should take less than {}", human(took), human(QUICK_SET)));
+        line(format_args!(
+            "the quick set took {}, and should take less than {}",
+            human(took),
+            human(QUICK_SET)
+        ));
     }
     Ok(match code {
         // Twice the time is no busy machine any more: the set has grown.

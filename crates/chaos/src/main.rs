@@ -176,7 +176,8 @@ async fn one(
 ) -> Result<Verdict> {
     let name = scenario.name(tracker);
     let quick = arguments.quick;
-    // kas and agentk are beside this program, unless another folder is named: then their profile is not known.
+    // kas and agentk are beside this program, unless another folder is named. Then their profile is not
+    // known.
     let debug = cfg!(debug_assertions) && arguments.programs.is_none();
     let form = Form { quick, tracker, debug, no_gates: arguments.no_gates };
     let mut setup = scenarios::setup(scenario.id, quick);

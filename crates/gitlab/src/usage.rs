@@ -14,8 +14,8 @@ use crate::{Client, Failure, GitLabApi, LookupError};
 const USAGE_METRICS: &str = "/api/v4/internal/kubernetes/usage_metrics";
 /// The next report after GitLab said that it does not take them.
 const REFUSED: Duration = Duration::from_secs(3600);
-/// The most users, agents, and projects, of one kind of access that are remembered until the next report. Others are
-/// not reported.
+/// The most users, agents, and projects, of one kind of access that are remembered until the next report.
+/// Others are not reported.
 const MOST_IDS: usize = 100_000;
 
 /// A kind of credential that GitLab counts.

@@ -1,7 +1,7 @@
 //! Authenticates callers: bearer tokens of requests, and JWTs of GitLab and operators.
 //!
-//! Fails closed: a token that cannot be checked is refused. The reason is written to the debug log. Only another
-//! replica is told it, if its clock differs.
+//! Fails closed: a token that cannot be checked is refused. The reason is written to the debug log. Only
+//! another replica is told it, if its clock differs.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 

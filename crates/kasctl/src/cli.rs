@@ -546,7 +546,7 @@ pub(crate) struct DiffArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Without the API secret")]
 pub(crate) struct DiffAt {
-    /// URL of the Kubernetes API endpoint of kas: ask there, with --path and a credential, and with its rights
+    /// URL of the Kubernetes API endpoint of kas: ask there, with --path and the rights of a credential
     #[arg(long, value_name = "URL", requires = "path", requires = "credential")]
     pub(crate) url: Option<KasUrl>,
     /// The token of the CI job of GitLab in which this runs: $CI_JOB_TOKEN

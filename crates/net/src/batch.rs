@@ -522,7 +522,8 @@ mod tests {
         connection.turns.end();
         assert_eq!(connection.writes(), [3]);
         for _ in 0..3 {
-            let added = poll_fn(|cx| Poll::Ready(Pin::new(&mut connection.stream).poll_write(cx, b"more"))).await;
+            let added =
+                poll_fn(|cx| Poll::Ready(Pin::new(&mut connection.stream).poll_write(cx, b"more"))).await;
             assert!(added.is_pending());
         }
         assert_eq!(connection.stream.with(|writes| writes.batch.len()), 5);

@@ -18,8 +18,8 @@ const MAX_COPIED: usize = 4 * 1024;
 /// The smallest limit for a chunk of a response.
 const SMALLEST: usize = 4 * 1024;
 
-/// A chunk has at most what the connection takes in this time, if that is more than [`SMALLEST`]. What another
-/// stream of the connection has to send, such as a keystroke's echo, waits for the chunk before it.
+/// A chunk has at most what the connection takes in this time, if that is more than [`SMALLEST`]. What
+/// another stream of the connection has to send, such as a keystroke's echo, waits for the chunk before it.
 const DELAY: Duration = Duration::from_millis(3);
 
 /// How long it is counted what the connection takes, at least. HTTP/2 asks for many chunks at once, and then

@@ -1,7 +1,7 @@
 //! The repositories of manifest projects, as planners see them: those of GitLab, and those on this host.
 //!
-//! Heads come from [`Repositories`], which checks each revision once for all agents of this replica. What a sync
-//! reads, and whether the head is still the same, is asked of the repository itself.
+//! Heads come from [`Repositories`], which checks each revision once for all agents of this replica. What a
+//! sync reads, and whether the head is still the same, is asked of the repository itself.
 
 use std::{sync::Arc, time::Duration};
 
@@ -156,8 +156,8 @@ impl Permit {
         Self { gitlab, agent, path: path.to_owned(), project: grant.found, held: Mutex::new(held) }
     }
 
-    /// Asks GitLab if it is time. The error is [`Error::Denied`] if the agent may not read it, and another one
-    /// if that has been unknown for too long.
+    /// Asks GitLab if it is time. The error is [`Error::Denied`] if the agent may not read it, and another
+    /// one if that has been unknown for too long.
     async fn check(&self) -> Result<(), Error> {
         let is_due = Instant::now() >= self.held.lock().ask;
         if is_due && self.held.lock().refused.is_none() {

@@ -189,8 +189,8 @@ fn saw(seen: &mut HashMap<ObjectRef, Seen>, object: ObjectRef, kind: &str, metad
     }
 }
 
-/// Returns the keys of the inventories with this id in a response; `None`: there is none, or only its metadata,
-/// of which a planner that lists the ConfigMaps of a namespace learns no keys.
+/// Returns the keys of the inventories with this id in a response; `None`: there is none, or only its
+/// metadata, of which a planner that lists the ConfigMaps of a namespace learns no keys.
 fn inventories(response: &Value, id: &str) -> Option<BTreeSet<String>> {
     if !matches!(response["kind"].as_str(), Some("ConfigMap" | "ConfigMapList")) {
         return None;
