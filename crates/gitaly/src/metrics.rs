@@ -81,7 +81,7 @@ impl GitalyMetrics {
         );
         // They exist from the start, so that the first failure is an increase.
         for code in ["OK", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED"] {
-            metrics.calls.get_or_create(&CallLabel { rpc: Rpc::FindCommit, code });
+            metrics.calls.get_or_create(&CallLabel { rpc: Rpc::FindCommit, code }).inc_by(0);
         }
         metrics
     }

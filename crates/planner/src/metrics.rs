@@ -74,7 +74,7 @@ impl PlannerMetrics {
         registry.register("gitops_pruned", "Objects that were deleted", metrics.pruned.clone());
         // They exist from the start, so that the first failure is an increase.
         for outcome in ["synced", "degraded", "failed"] {
-            metrics.syncs.get_or_create(&OutcomeLabel { outcome });
+            metrics.syncs.get_or_create(&OutcomeLabel { outcome }).inc_by(0);
         }
         metrics.count(
             ["current", "failed", "other", "to_prune"].map(|state| (state, 0)),

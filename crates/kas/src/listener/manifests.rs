@@ -14,6 +14,7 @@ use git_sources::{
     code,
     manifests::{File, Limits, Path, Problem, Selection},
 };
+use gitlab::usage::Usage;
 use grpc::{BoxError, Code, Status};
 use http::HeaderMap;
 use http_body::Frame;

@@ -1,10 +1,7 @@
 //! The environments that agents stand for: `kas.yaml` names them, and each replica knows that file of the
 //! agents that it holds.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use agent_config::KasState;
 use cluster::{Query, Replica, Unanswered};
@@ -275,6 +272,8 @@ impl SyncService {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use agent_config::kas_yaml;
 
     use super::*;

@@ -197,7 +197,11 @@ async fn a_job_gets_a_diff_of_its_files_by_the_endpoint() {
     let diff = ["diff", "7", "--project", "group/web", "--path", path, "--url", &url, "--ca-file", ca];
     let run = async |more: &[&str], token: &str| {
         let line = [&diff, more].concat();
-        server.run_with(&line, |command| drop(command.env("CI_JOB_TOKEN", token))).await
+        server
+            .run_with(&line, |command| {
+                command.env("CI_JOB_TOKEN", token);
+            })
+            .await
     };
     let made = run(&["--ci"], "job").await.expect_exit(1);
     assert_eq!(made.stdout, "# update ConfigMap shop/a (a.yaml)\n-x\n+y\n");

@@ -69,7 +69,8 @@ pub(super) fn is_diff(path_and_query: &str) -> bool {
 
 /// Agent and project of the query.
 fn named(path_and_query: &str) -> Result<(Option<AgentId>, String), Failure> {
-    let target = Target::parse(path_and_query).map_err(|error| Failure::malformed(error.to_string()))?;
+    let target =
+        Target::parse(path_and_query.to_owned()).map_err(|error| Failure::malformed(error.to_string()))?;
     let (mut agent, mut project) = (None, None);
     for (key, values) in target.query_values() {
         let [value] = values.as_slice() else {
