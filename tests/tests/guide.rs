@@ -597,7 +597,7 @@ async fn from_git_to_the_cluster() -> Result<()> {
     stage.all(Reader::User, &script, &job).await?;
     let posted = timeout(SOON, posted).await???;
     ensure!(posted.starts_with("POST /api/v4/projects/20/merge_requests/5/notes "), "{posted}");
-    ensure!(posted.contains("glpat-preview") && posted.contains("colour%3A%20blue"), "{posted}");
+    ensure!(posted.contains("glpat-preview") && posted.contains("colour%3A+blue"), "{posted}");
 
     // The environments of the agent.
     let look = commands(&block(section(GITOPS, "Namespaces and service accounts")?, "sh")?);

@@ -92,7 +92,7 @@ impl Git {
         reloader: &mut Reloader,
     ) -> Result<Self, StartError> {
         // Registered without GitLab too, so that the families always exist.
-        let metrics = Arc::new(gitaly::GitalyMetrics::new(registry));
+        let metrics = Arc::new(gitaly::GitalyMetrics::new(registry.sub_registry_with_prefix("kas")));
         let section = &config.gitaly;
         let calls_per_second = section.all.0;
         let Some(FromGitLab { client, identity }) = gitlab else {
