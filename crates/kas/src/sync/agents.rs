@@ -125,14 +125,11 @@ impl HeldAgents {
     /// Reads the file of an agent if it may have changed: at the commit of its configuration, so that a project
     /// is never applied without the bounds that were committed with it.
     async fn look(&self, agent: &Agent, commit: Arc<str>) {
-        let opened = match &self.files_at {
+        let is_versioned = match &self.files_at {
             FilesAt::Nowhere => return,
-            FilesAt::Host(repository, folder) => Ok((Arc::clone(repository), *folder)),
-            FilesAt::Projects(repositories) => repositories
-                .open(RepositoryId::Project(agent.project_id), None)
-                .map(|opened| (Arc::clone(opened.repository()), FOLDER)),
+            FilesAt::Host(repository, _) => repository.versioning() == Versioning::Commit,
+            FilesAt::Projects(_) => true,
         };
-        let is_versioned = opened.as_ref().is_ok_and(|(it, _)| it.versioning() == Versioning::Commit);
         let commit = is_versioned.then_some(commit);
         {
             let files = self.files.lock();
@@ -142,6 +139,13 @@ impl HeldAgents {
                 return;
             }
         }
+        let opened = match &self.files_at {
+            FilesAt::Nowhere => return,
+            FilesAt::Host(repository, folder) => Ok((Arc::clone(repository), *folder)),
+            FilesAt::Projects(repositories) => repositories
+                .open(RepositoryId::Project(agent.project_id), None)
+                .map(|opened| (Arc::clone(opened.repository()), FOLDER)),
+        };
         let read = match opened {
             Ok((repository, folder)) => self.read(&*repository, folder, agent, commit.as_deref()).await,
             Err(error) => Err(error),
