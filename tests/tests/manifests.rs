@@ -240,3 +240,52 @@ async fn a_waiting_call_ends_with_its_token() -> Result<()> {
     assert_eq!(ended.code(), Code::Unauthenticated);
     Ok(())
 }
+
+#[tokio::test]
+async fn an_agent_for_which_somebody_else_applies_sees_no_projects_and_gets_no_manifests() -> Result<()> {
+    let repository = Repository::new()?;
+    let config =
+        "gitops: {manifest_projects: [{id: group/manifests}]}\nobservability: {logging: {level: debug}}";
+    let first =
+        repository.push("main", &[(".gitlab/agents/agent-1/config.yaml", config), ("a.yaml", "a: 1")])?;
+    for (applier, refused) in [
+        ("auto", None),
+        ("agent", None),
+        ("kas", Some("GitOps: kas applies for this agent")),
+        ("none", Some("GitOps: nobody applies: agent.gitops.applier of kas is none")),
+    ] {
+        let bare = repository.0.path().join("bare.git");
+        let kas = Kas::start_with_config(json!({
+            "agent": { "gitops": { "applier": applier }, "configuration": { "git": bare } },
+            "repositories": [{ "name": "group/manifests", "id": 42, "path": bare, "agents": "all" }],
+        }))
+        .await?;
+        let mut agent = Agent14::start(kas.agent, &token(1), Version::Old).await?;
+        let got = agent.next_configuration().await?.context("the stream ended")?;
+        let configuration = got.configuration.context("a configuration")?;
+        assert_eq!(configuration.gitops.is_some(), refused.is_none(), "{applier}");
+        assert!(configuration.observability.is_some() && configuration.agent_id == 1, "{configuration:?}");
+        assert_eq!(got.commit_id, first);
+
+        let request = ObjectsToSynchronizeRequest {
+            project_id: "group/manifests".to_owned(),
+            paths: vec![PathCf { path: Some(path_cf::Path::Glob("/*.yaml".to_owned())) }],
+            ..ObjectsToSynchronizeRequest::default()
+        };
+        let mut stream = match agent.objects(request).await {
+            Ok(stream) => stream,
+            Err(status) => {
+                assert_eq!((status.code(), Some(status.message())), (Code::FailedPrecondition, refused));
+                continue;
+            }
+        };
+        match (soon("an answer", stream.message()).await, refused) {
+            (Ok(first), None) => assert!(first.is_some(), "{applier}"),
+            (Err(status), Some(refused)) => {
+                assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, refused));
+            }
+            (answer, _) => anyhow::bail!("{applier}: {answer:?}"),
+        }
+    }
+    Ok(())
+}

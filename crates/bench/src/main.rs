@@ -4,7 +4,8 @@
 //! `http` measures HTTP requests to an API server. `path` measures latency, throughput, processor time and
 //! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call,
 //! a number that other load on the machine does not change. `cluster` measures several replicas, and
-//! `tracker` the table of agents that they share. `watches` measures what open watches cost.
+//! `tracker` the table of agents that they share. `watches` measures what open watches cost, and `gitops` the
+//! way from a commit to a cluster.
 
 mod agents;
 mod call;
@@ -12,6 +13,7 @@ mod child;
 mod client;
 mod cluster;
 mod environment;
+mod gitops;
 mod http_load;
 mod http_path;
 mod instructions;
@@ -53,6 +55,8 @@ enum What {
     Tracker(cluster::tracker::TrackerArgs),
     /// Measure the memory of open watches, and whether kubectl exec opens beside them; about half a minute
     Watches(watches::WatchesArgs),
+    /// Measure the way from a commit to a cluster, with a real Kubernetes API server; about six minutes
+    Gitops(gitops::GitopsArgs),
     /// Generate load; the other commands start this and control it over standard input
     #[command(hide = true)]
     Client,
@@ -70,6 +74,7 @@ fn main() -> ExitCode {
         What::Cluster(args) => cluster::run(&args),
         What::Tracker(args) => cluster::tracker::run(&args),
         What::Watches(args) => watches::run(&args),
+        What::Gitops(args) => gitops::run(&args),
         What::Client => client::run(),
         What::StaticServer(args) => static_server::run(&args),
     };

@@ -65,8 +65,16 @@ pub(super) const AGENT_INSTRUCTIONS_RATIO: &str = "agentk_instructions_per_reque
 pub(super) const WATCH_KAS: &str = "watch_kas_kib";
 pub(super) const WATCH_AGENTK: &str = "watch_agentk_kib";
 pub(super) const EXEC_BESIDE_WATCHES: &str = "exec_beside_watches_ms";
+/// The keys of `bench gitops`.
+pub(super) const PUSH_TO_APPLIED: &str = "push_to_applied_p99_ms";
+pub(super) const CONFIG_PUSH: &str = "config_push_p99_ms";
+pub(super) const APPLY_5000: &str = "objects_5000_apply_s";
+pub(super) const CHECK_5000: &str = "objects_5000_check_s";
+pub(super) const GITALY_CALLS: &str = "gitaly_calls_per_min_10k_agents";
+pub(super) const GITOPS_KIB: &str = "kas_kib_per_gitops_agent";
+pub(super) const ROUTER_DURING_SYNC: &str = "router_p99_ratio_during_sync";
 
-const GATES: [Gate; 52] = [
+const GATES: [Gate; 59] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -119,6 +127,13 @@ const GATES: [Gate; 52] = [
     at_most("redis_idle_commands_per_s_100k_agents", 2_000.0, 1_600.0),
     at_most("redis_reannounce_10k_s", 2.0, 1.0),
     at_most("locate_cached_us", 1.0, 0.5),
+    at_most(PUSH_TO_APPLIED, 2_000.0, 500.0),
+    at_most(CONFIG_PUSH, 1_000.0, 250.0),
+    at_most(APPLY_5000, 180.0, 90.0),
+    at_most(CHECK_5000, 15.0, 3.0),
+    at_most(GITALY_CALLS, 4_000.0, 3_300.0),
+    at_most(GITOPS_KIB, 64.0, 32.0),
+    at_most(ROUTER_DURING_SYNC, 1.2, 1.05),
 ];
 
 impl Limits {
@@ -200,7 +215,7 @@ const DOCUMENT: &str = "\
 # Benchmarks
 
 The tables are written by `cargo xtask bench http`, `bench path`, `bench instructions`, `bench cluster`,
-`bench tracker` and `bench watches` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
+`bench tracker`, `bench watches` and `bench gitops` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
 through kas alternate within each round.
 
 `bench http` measures what people run: HTTP requests to an API server, by calls of

@@ -74,6 +74,7 @@ pub struct Repositories {
 struct State {
     pollers: HashMap<u64, Poller>,
     by_revision: HashMap<(RepositoryId, Revision), u64>,
+    by_repository: HashMap<RepositoryId, Vec<u64>>,
     /// Every poller without a running check, by when it is due.
     due: BTreeSet<(Instant, u64)>,
     next: u64,
@@ -134,6 +135,12 @@ impl State {
         self.due.remove(&(poller.due, key));
         if matches!(poller.id, RepositoryId::Project(_)) {
             self.projects -= 1;
+        }
+        if let Some(keys) = self.by_repository.get_mut(&poller.id) {
+            keys.retain(|other| *other != key);
+            if keys.is_empty() {
+                self.by_repository.remove(&poller.id);
+            }
         }
         self.by_revision.remove(&(poller.id, poller.revision));
     }
@@ -211,6 +218,7 @@ impl Repositories {
                 let key = state.next;
                 state.next += 1;
                 state.by_revision.insert((id, revision.clone()), key);
+                state.by_repository.entry(id).or_default().push(key);
                 state.projects += usize::from(matches!(id, RepositoryId::Project(_)));
                 let poller = Poller {
                     id,
@@ -254,11 +262,11 @@ impl Repositories {
         let now = Instant::now();
         let local = self.local.get(full_path).map(|local| RepositoryId::Local(local.id));
         let mut state = self.state.lock();
-        let keys: Vec<u64> = state
-            .pollers
-            .iter()
-            .filter(|(_, poller)| poller.id == RepositoryId::Project(project) || Some(poller.id) == local)
-            .map(|(key, _)| *key)
+        let keys: Vec<u64> = std::iter::once(RepositoryId::Project(project))
+            .chain(local)
+            .filter_map(|id| state.by_repository.get(&id))
+            .flatten()
+            .copied()
             .collect();
         for key in keys {
             if let Some(poller) = state.pollers.get_mut(&key) {

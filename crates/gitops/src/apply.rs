@@ -22,7 +22,7 @@ use crate::{
     progress::{Action, Health, ObjectReport, Outcome, Phase},
     project::{DryRun, InventoryPolicy},
     run::Run,
-    status::status,
+    status::{is_unschedulable, status},
 };
 
 /// How long definitions may take until their kinds can be used.
@@ -35,6 +35,9 @@ const ESTABLISHED_EVERY: Duration = Duration::from_millis(250);
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 const LOOK_LATER_EVERY: Duration = Duration::from_secs(10);
 const FIRST: Duration = Duration::from_secs(60);
+
+/// How long a pod may have no node until that is a failure, as for cli-utils.
+const UNSCHEDULABLE: Duration = Duration::from_secs(15);
 
 /// What applying came to.
 #[derive(Debug, Default)]
@@ -252,7 +255,8 @@ async fn wait(run: &Run<'_>, mut pending: Vec<&Item<'_>>, memory: &mut Memory) -
         let pause = if waited < FIRST { LOOK_EVERY } else { LOOK_LATER_EVERY };
         run.sleep(pause.min(run.project.reconcile_timeout - waited)).await?;
         let looked_at = &pending;
-        let looks = each(looked_at.len(), |at| look(run, looked_at[at])).await?;
+        let waited = begin.elapsed();
+        let looks = each(looked_at.len(), |at| look(run, looked_at[at], waited)).await?;
         let mut left: BTreeSet<ObjectId> = BTreeSet::new();
         for (item, (health, message)) in pending.iter().copied().zip(looks) {
             match memory.objects.get_mut(&item.id) {
@@ -279,8 +283,8 @@ async fn wait(run: &Run<'_>, mut pending: Vec<&Item<'_>>, memory: &mut Memory) -
     Ok(pending.len())
 }
 
-/// Reads an object and its health; `Unknown`: it is gone.
-async fn look(run: &Run<'_>, item: &Item<'_>) -> Result<(Health, String), Outcome> {
+/// Reads an object and its health; `Unknown`: it is gone. `waited`: for how long it was waited for.
+async fn look(run: &Run<'_>, item: &Item<'_>, waited: Duration) -> Result<(Health, String), Outcome> {
     let answer = run.call(Call::get(item.path.object.clone(), None)).await?;
     if answer.status.as_u16() == 404 {
         return Ok((Health::Unknown, "it was deleted after it was applied".to_owned()));
@@ -289,7 +293,11 @@ async fn look(run: &Run<'_>, item: &Item<'_>) -> Result<(Health, String), Outcom
         return Ok((Health::InProgress, format!("cannot be read: {}", answer.words_about(&item.id))));
     }
     match answer.json() {
-        Ok(object) => Ok(status(&item.id, &object)),
+        Ok(object) => {
+            let (health, message) = status(&item.id, &object);
+            let is_stuck = waited >= UNSCHEDULABLE && is_unschedulable(&item.id, &object);
+            Ok((if is_stuck { Health::Failed } else { health }, message))
+        }
         Err(why) => Ok((Health::InProgress, format!("cannot be read: {why}"))),
     }
 }

@@ -87,6 +87,13 @@ fn missing(object: &Value, wanted: i64, fields: &[(&str, &str)]) -> Option<(Heal
     })
 }
 
+/// Whether no node takes a pod. A cluster that grows may have one soon, so it fails only after some time.
+pub(crate) fn is_unschedulable(id: &ObjectId, object: &Value) -> bool {
+    id.is("", "Pod")
+        && object["status"]["phase"] == "Pending"
+        && condition(object, "PodScheduled", "False").is_some_and(|it| it["reason"] == "Unschedulable")
+}
+
 fn pod(object: &Value) -> (Health, String) {
     match object["status"]["phase"].as_str() {
         Some("Succeeded") => CURRENT,

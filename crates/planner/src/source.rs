@@ -61,6 +61,10 @@ pub trait FollowedHead: Send + 'static {
 
     /// Makes the next answer a change.
     fn forget(&mut self);
+
+    /// What was returned is known not to be the head any more: the repository is asked before the next answer,
+    /// which is a change.
+    fn outdated(&mut self);
 }
 
 /// Why there is no repository.

@@ -439,7 +439,7 @@ impl Task {
             }
             Err(LoadError::Gone) if plan.moves < MOVES => {
                 plan.moves += 1;
-                follow.forget();
+                follow.outdated();
                 return Err(format!("commit {commit} is gone: the head is asked for again"));
             }
             Err(LoadError::Gone) => {
@@ -574,15 +574,15 @@ impl Task {
             }
             Outcome::Refused(_) | Outcome::Interrupted(_) => plan.failed(),
             Outcome::Fenced => plan.fenced(),
-            Outcome::HeadMoved(_) | Outcome::Stopped(Stop::NewCommit) if plan.moves < MOVES => {
+            Outcome::HeadMoved(_) if plan.moves < MOVES => {
                 plan.moves += 1;
-                follow.forget();
+                follow.outdated();
             }
-            Outcome::Stopped(Stop::NewCommit) => follow.forget(),
             Outcome::HeadMoved(_) => {
                 plan.moves = 0;
                 plan.failed();
             }
+            Outcome::Stopped(Stop::NewCommit) => follow.forget(),
             Outcome::Stopped(Stop::NotHome | Stop::Cancelled) => plan.failed(),
         }
         tracing::info!(

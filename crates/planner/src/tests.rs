@@ -117,6 +117,10 @@ impl FollowedHead for Head {
     fn forget(&mut self) {
         self.last = None;
     }
+
+    fn outdated(&mut self) {
+        self.last = None;
+    }
 }
 
 impl Agents for World {

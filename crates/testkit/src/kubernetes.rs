@@ -39,6 +39,7 @@ use tokio::{
 
 pub use self::{
     build::{Binaries, Tools, binaries, cache_folder, helm, tools},
+    client::Reader,
     exclusive::{Exclusive, exclusive},
     node::Node,
 };

@@ -68,8 +68,12 @@ pub fn program_of_replica(name: &str, n: usize) -> Result<PathBuf> {
     // One test builds, the others of this process wait; cargo's own lock orders processes.
     static BUILD: Mutex<()> = Mutex::new(());
     let test = env::current_exe().context("the test has no path")?;
-    // target/<profile>/deps/<test>
-    let folder = test.parent().and_then(Path::parent).context("the test is not in a target folder")?;
+    // target/<profile>/deps/<test>, or target/<profile>/<benchmark>
+    let folder = test.parent().context("the test is not in a target folder")?;
+    let folder = match folder.file_name() {
+        Some(name) if name == "deps" => folder.parent().context("the test is not in a target folder")?,
+        _ => folder,
+    };
     let path = folder.join(name);
     let _lock = BUILD.lock();
     if path.is_file() {

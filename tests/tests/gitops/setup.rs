@@ -40,6 +40,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// A bare repository, its files, and what it said when.
 pub(crate) struct Repository {
     dir: TempDir,
+    bare: PathBuf,
     heads: Mutex<Vec<HeadSpan>>,
 }
 
@@ -49,13 +50,26 @@ fn now() -> i128 {
     i128::try_from(now.duration_since(UNIX_EPOCH).unwrap_or_default().as_micros()).unwrap_or(i128::MAX)
 }
 
+/// Runs Git in a folder, and returns what it says.
+pub(crate) async fn git(folder: &Path, arguments: &[&str]) -> Result<String> {
+    let output = Command::new("git")
+        .current_dir(folder)
+        .args(["-c", "user.name=T", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"])
+        .args(arguments)
+        .env("GIT_CONFIG_NOSYSTEM", "1")
+        .env("GIT_CONFIG_GLOBAL", "/dev/null")
+        .stdin(Stdio::null())
+        .output()
+        .await
+        .context("cannot run git")?;
+    ensure!(output.status.success(), "git {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
 impl Repository {
     /// Creates an empty one, and the configuration of the agent beside it.
     pub(crate) async fn new(entry: &str, kas_yaml: &str) -> Result<Self> {
-        let repository = Self { dir: TempDir::with_prefix("gitops-test-")?, heads: Mutex::default() };
-        let root = repository.dir.path();
-        repository.git(root, &["init", "--quiet", "--bare", "--initial-branch=main", "bare.git"]).await?;
-        repository.git(root, &["init", "--quiet", "--initial-branch=main", "work"]).await?;
+        let repository = Self::at("bare.git").await?;
         repository.configure(entry)?;
         repository.write_kas_yaml(AGENT, kas_yaml)?;
         Ok(repository)
@@ -68,6 +82,22 @@ impl Repository {
         let new = folder.join("new-kas");
         std::fs::write(&new, content)?;
         Ok(std::fs::rename(new, folder.join("kas.yaml"))?)
+    }
+
+    /// Creates an empty one at this place in its folder, without a configuration.
+    pub(crate) async fn at(bare: &str) -> Result<Self> {
+        let dir = TempDir::with_prefix("gitops-test-")?;
+        let root = dir.path();
+        let place = root.join(bare);
+        std::fs::create_dir_all(&place)?;
+        git(root, &["init", "--quiet", "--bare", "--initial-branch=main", bare]).await?;
+        git(root, &["init", "--quiet", "--initial-branch=main", "work"]).await?;
+        Ok(Self { bare: place, dir, heads: Mutex::default() })
+    }
+
+    /// Returns the folder of everything.
+    pub(crate) fn root(&self) -> &Path {
+        self.dir.path()
     }
 
     /// Writes the entry of the manifest project into the configuration of the agent; empty: without one.
@@ -99,24 +129,9 @@ impl Repository {
         json!({
             "agent": { "configuration": { "folder": self.config() } },
             "repositories": [
-                { "name": PROJECT, "id": 42, "path": self.dir.path().join("bare.git"), "agents": "all" },
+                { "name": PROJECT, "id": 42, "path": self.bare, "agents": "all" },
             ],
         })
-    }
-
-    async fn git(&self, folder: &Path, arguments: &[&str]) -> Result<String> {
-        let output = Command::new("git")
-            .current_dir(folder)
-            .args(["-c", "user.name=T", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"])
-            .args(arguments)
-            .env("GIT_CONFIG_NOSYSTEM", "1")
-            .env("GIT_CONFIG_GLOBAL", "/dev/null")
-            .stdin(Stdio::null())
-            .output()
-            .await
-            .context("cannot run git")?;
-        ensure!(output.status.success(), "git {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(String::from_utf8(output.stdout)?.trim().to_owned())
     }
 
     /// Makes the files of the head these, pushes, and returns the commit. A file whose content is JSON counts
@@ -143,10 +158,11 @@ impl Repository {
                 objects.insert((text(&object["kind"]), namespace, text(&object["metadata"]["name"])));
             }
         }
-        self.git(&work, &["add", "--all"]).await?;
-        self.git(&work, &["commit", "--quiet", "--allow-empty", "--message", "x"]).await?;
+        git(&work, &["add", "--all"]).await?;
+        git(&work, &["commit", "--quiet", "--allow-empty", "--message", "x"]).await?;
         let from = now();
-        self.git(&work, &["push", "--quiet", "--force", "../bare.git", "main"]).await?;
+        let bare = self.bare.to_str().context("a path in UTF-8")?;
+        git(&work, &["push", "--quiet", "--force", bare, "main"]).await?;
         let pushed = now();
         {
             let mut heads = self.heads.lock();
@@ -155,7 +171,15 @@ impl Repository {
             }
             heads.push(HeadSpan { from, until: i128::MAX, objects });
         }
-        self.git(&work, &["rev-parse", "HEAD"]).await
+        git(&work, &["rev-parse", "HEAD"]).await
+    }
+}
+
+impl Repository {
+    /// Checks every deletion of every planner against the audit log. `inventory` is the id.
+    pub(crate) fn deletions(&self, kubernetes: &Kubernetes, inventory: &str) -> Result<Deletions> {
+        let log = std::fs::read_to_string(kubernetes.audit_log()).context("no audit log")?;
+        Ok(deletions::check(&log, "kas/gitops", inventory, &self.heads.lock()))
     }
 }
 
@@ -230,13 +254,7 @@ impl Setup {
 
     /// Asks a replica to do something.
     pub(crate) async fn control(&self, replica: usize, action: Action) -> Result<ControlSyncResponse> {
-        let request = ControlSyncRequest {
-            agent_id: AGENT,
-            project: PROJECT.to_owned(),
-            action: action.into(),
-            namespace: String::new(),
-        };
-        self.mesh.caller(replica).await?.unary("/kas.api.v1.KasApi/ControlSync", &request).await
+        control(&self.mesh, replica, action).await
     }
 
     /// Asks a replica for a diff.
@@ -247,24 +265,12 @@ impl Setup {
 
     /// Returns the value of a `ConfigMap`; `None`: there is none.
     pub(crate) async fn value(&self, name: &str) -> Result<Option<String>> {
-        let arguments = [
-            "get",
-            "configmap",
-            name,
-            "--namespace",
-            "default",
-            "--ignore-not-found",
-            "-o",
-            "jsonpath={.data.v}",
-        ];
-        let found = self.kubernetes.kubectl(&arguments).await?;
-        Ok(Some(found).filter(|found| !found.is_empty()))
+        value(&self.kubernetes, name).await
     }
 
     /// Checks every deletion of every planner against the audit log.
     pub(crate) fn deletions(&self) -> Result<Deletions> {
-        let log = std::fs::read_to_string(self.kubernetes.audit_log()).context("no audit log")?;
-        Ok(deletions::check(&log, "kas/gitops", INVENTORY, &self.repository.heads.lock()))
+        self.repository.deletions(&self.kubernetes, INVENTORY)
     }
 
     /// Returns the replica that plans.
@@ -273,6 +279,25 @@ impl Setup {
         let home = (0..2).find(|n| self.mesh.private(*n).to_string() == name);
         home.with_context(|| format!("{name:?} is no replica"))
     }
+}
+
+/// Returns the value of a `ConfigMap`; `None`: there is none.
+pub(crate) async fn value(kubernetes: &Kubernetes, name: &str) -> Result<Option<String>> {
+    let output = "jsonpath={.data.v}";
+    let arguments = ["get", "configmap", name, "--namespace", "default", "--ignore-not-found", "-o", output];
+    let found = kubernetes.kubectl(&arguments).await?;
+    Ok(Some(found).filter(|found| !found.is_empty()))
+}
+
+/// Asks a replica to do something.
+pub(crate) async fn control(mesh: &Mesh, replica: usize, action: Action) -> Result<ControlSyncResponse> {
+    let request = ControlSyncRequest {
+        agent_id: AGENT,
+        project: PROJECT.to_owned(),
+        action: action.into(),
+        namespace: String::new(),
+    };
+    mesh.caller(replica).await?.unary("/kas.api.v1.KasApi/ControlSync", &request).await
 }
 
 /// Returns what a replica says about the project.

@@ -91,6 +91,7 @@ impl Server {
             kind("", "v1", "namespaces", "Namespace", false),
             kind("", "v1", "configmaps", "ConfigMap", true),
             kind("", "v1", "secrets", "Secret", true),
+            kind("", "v1", "pods", "Pod", true),
             kind("apps", "v1", "deployments", "Deployment", true),
             kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", false),
             kind(

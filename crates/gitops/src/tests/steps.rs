@@ -290,6 +290,28 @@ async fn nothing_is_pruned_while_something_fails_or_is_not_current() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_pod_that_no_node_takes_fails_after_15_seconds() {
+    let pod = "---\napiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {}\n";
+    let mut world = World::new(pod);
+    world.project.reconcile_timeout = Duration::from_secs(3_600);
+    let server = world.server.clone();
+    let scheduler = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        server.edit("/api/v1/namespaces/default/pods/p", |pod| {
+            pod["status"] = json!({ "phase": "Pending", "conditions": [
+                { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node" },
+            ] });
+        });
+    };
+    let begun = tokio::time::Instant::now();
+    let (report, ()) = tokio::join!(world.sync(), scheduler);
+    assert_eq!((report.outcome.clone(), done(&report, "p").1), (Outcome::Degraded, "no node".to_owned()));
+    assert_eq!(report.objects[0].health, Health::Failed);
+    let passed = begun.elapsed();
+    assert!((15..20).contains(&passed.as_secs()), "{passed:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn prune_off_keeps_and_says_so() {
     let mut world = World::new(&(config_map("a") + &config_map("c")));
     world.project.prune = false;

@@ -18,12 +18,18 @@ use repository::{
     Commit, Content, Depth, Error, Listing, ReadLimits, RepoPath, Repository, Revision, Versioning,
 };
 use secrecy::ExposeSecret as _;
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
 
 /// How long a permission counts after it should have been checked, while GitLab cannot be asked.
 const GRACE: Duration = Duration::from_secs(300);
 /// The pause until GitLab is asked again, after it could not be asked, or its Gitaly refused the token.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
+
+/// How long a check of a repository may take that somebody waits for.
+const CHECK: Duration = Duration::from_secs(12);
 
 /// Says which projects an agent may read.
 #[async_trait]
@@ -306,7 +312,7 @@ impl Heads for Shared {
         let follower = repositories
             .follow(*id, revision, *period)
             .map_err(|error| SourceError::Unavailable(error.to_string()))?;
-        Ok(Box::new(Followed { source: Arc::clone(&self.0), follower, last: None }))
+        Ok(Box::new(Followed { source: Arc::clone(&self.0), follower, last: None, outdated: None }))
     }
 }
 
@@ -315,6 +321,8 @@ struct Followed {
     follower: Follower,
     /// What was returned last.
     last: Option<Result<Option<Commit>, Error>>,
+    /// Since when the poller is known not to have the newest head.
+    outdated: Option<Instant>,
 }
 
 impl Followed {
@@ -322,6 +330,11 @@ impl Followed {
     async fn now(&mut self) -> Option<Result<Option<Commit>, Error>> {
         if let Err(error) = self.source.check().await {
             return Some(Err(error));
+        }
+        if let Some(since) = self.outdated {
+            // If it takes longer, what is known is better than nothing.
+            let _ = timeout(CHECK, self.follower.refresh(since)).await;
+            self.outdated = None;
         }
         let Head { commit, failure } = self.follower.head();
         match failure {
@@ -363,6 +376,11 @@ impl FollowedHead for Followed {
 
     fn forget(&mut self) {
         self.last = None;
+    }
+
+    fn outdated(&mut self) {
+        self.last = None;
+        self.outdated = Some(Instant::now());
     }
 }
 

@@ -81,6 +81,33 @@ impl Drop for Connection {
     }
 }
 
+/// Reads objects as administrator, over one connection.
+pub struct Reader(Connection);
+
+impl Reader {
+    /// Reads what is at a path.
+    ///
+    /// # Errors
+    ///
+    /// When the API server cannot be reached, or answers with another status than 200.
+    pub async fn get(&self, path: &str) -> Result<Value> {
+        let (status, body) = self.0.send(Method::GET, path, Bytes::new()).await?;
+        ensure!(status == StatusCode::OK, "GET {path}: {status}: {}", String::from_utf8_lossy(&body));
+        Ok(serde_json::from_slice(&body)?)
+    }
+}
+
+impl super::Kubernetes {
+    /// Connects a client that only reads.
+    ///
+    /// # Errors
+    ///
+    /// When the API server cannot be reached.
+    pub async fn reader(&self) -> Result<Reader> {
+        self.client.connect().await.map(Reader)
+    }
+}
+
 impl Connection {
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
         let request = Request::builder()

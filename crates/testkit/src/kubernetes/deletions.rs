@@ -78,7 +78,8 @@ struct ResponseStatus {
 /// An object as a response last showed it.
 #[derive(Clone, Debug)]
 struct Seen {
-    kind: String,
+    /// `None`: only its metadata was read, in which it is not.
+    kind: Option<String>,
     owner: Option<String>,
 }
 
@@ -95,14 +96,14 @@ fn micros(time: &str) -> Option<i128> {
     Some(i128::from(time.seconds) * 1_000_000 + i128::from(time.nanos) / 1_000)
 }
 
-/// Returns the key of an object in an inventory.
-fn key(object: &ObjectRef, kind: &str) -> String {
+/// Returns the beginning of the key of an object in an inventory, which its kind follows.
+fn prefix(object: &ObjectRef) -> String {
     let name = if object.api_group == "rbac.authorization.k8s.io" {
         object.name.replace(':', "__")
     } else {
         object.name.clone()
     };
-    format!("{}_{name}_{}_{kind}", object.namespace, object.api_group)
+    format!("{}_{name}_{}_", object.namespace, object.api_group)
 }
 
 /// Checks every deletion by a client whose `User-Agent` begins with `planner`, such as `kas/gitops`. What
@@ -183,9 +184,9 @@ fn note(seen: &mut HashMap<ObjectRef, Seen>, object: &ObjectRef, response: &Valu
 fn saw(seen: &mut HashMap<ObjectRef, Seen>, object: ObjectRef, kind: &str, metadata: &Value) {
     let owner = metadata["annotations"][OWNER].as_str().map(str::to_owned);
     if kind != "PartialObjectMetadata" {
-        seen.insert(object, Seen { kind: kind.to_owned(), owner });
-    } else if let Some(known) = seen.get_mut(&object) {
-        known.owner = owner;
+        seen.insert(object, Seen { kind: Some(kind.to_owned()), owner });
+    } else {
+        seen.entry(object).or_insert(Seen { kind: None, owner: None }).owner = owner;
     }
 }
 
@@ -219,11 +220,17 @@ fn judge(
         return Err(format!("it is not marked as {id}, but as {:?}", seen.owner));
     }
     let read = read.ok_or("the inventory was not read before")?;
-    let key = key(object, &seen.kind);
-    if !read.keys.contains(&key) {
-        return Err(format!("{key} is not in the inventory that was read"));
-    }
-    let wanted = (seen.kind.clone(), object.namespace.clone(), object.name.clone());
+    let prefix = prefix(object);
+    let found = read.keys.iter().filter_map(|key| key.strip_prefix(&prefix)).find(|found| match &seen.kind {
+        Some(kind) => found == kind,
+        // One whose whole body nobody has read: its writer has died meanwhile.
+        None => !found.contains('_'),
+    });
+    let Some(kind) = found else {
+        let kind = seen.kind.as_deref().unwrap_or_default();
+        return Err(format!("{prefix}{kind} is not in the inventory that was read"));
+    };
+    let wanted = (kind.to_owned(), object.namespace.clone(), object.name.clone());
     let mut between = heads.iter().filter(|head| head.from <= at && head.until >= read.at).peekable();
     if between.peek().is_none() {
         return Err("no head is known between the read of the inventory and the deletion".to_owned());
@@ -351,6 +358,26 @@ mod tests {
         let listed = event(16, "list", "", &metadata(Some("9-9")));
         let found = violations(&[log(&[KEY], Some("1-2")), listed].join("\n"), &heads);
         assert!(found[0].contains("not marked"), "{found:?}");
+    }
+
+    #[test]
+    fn an_object_of_which_only_metadata_was_read_is_judged_too() {
+        let metadata = json!({ "kind": "PartialObjectMetadata", "metadata": {
+            "name": "old", "annotations": { OWNER: "1-2" },
+        } });
+        let log = |keys: &[&str]| {
+            let events = [
+                event(10, "list", "", &inventory(keys)),
+                event(15, "get", "old", &metadata),
+                event(20, "delete", "old", &json!({ "kind": "Status" })),
+            ];
+            events.join("\n")
+        };
+        let heads = [head(0, 12, &["old", "new"]), head(12, 60, &["new"])];
+        assert_eq!(violations(&log(&[KEY]), &heads), Vec::<String>::new());
+        assert!(violations(&log(&["shop_older__ConfigMap"]), &heads)[0].contains("not in the inventory"));
+        let heads = [head(0, 60, &["old"])];
+        assert!(violations(&log(&[KEY]), &heads)[0].contains("every head"));
     }
 
     #[test]

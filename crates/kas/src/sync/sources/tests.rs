@@ -209,3 +209,21 @@ async fn a_server_that_refuses_its_token_does_not_end_the_permission() {
     assert!(permitted.permit.as_ref().unwrap().next() <= Instant::now() + ASK_AGAIN, "GitLab is asked soon");
     assert_eq!(permitted.check().await, Ok(()));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_head_that_is_known_to_be_old_is_asked_for_before_it_is_told_again() {
+    let world = World::new();
+    let gitlab = Fake::new(Ok(7));
+    let source = world.permitted(&gitlab);
+    let mut follow = source.heads.follow(&Revision::Head).unwrap();
+    let old = follow.changed().await.unwrap();
+    // A sync sees another head before the poller does.
+    std::fs::write(world.folder.join("b.yaml"), "b: 1").unwrap();
+    let new = source.repository.resolve(&Revision::Head).await.unwrap();
+    assert_ne!(old, new);
+    follow.outdated();
+    assert_eq!(follow.changed().await, Ok(new));
+    // And the same answer again if it is to be forgotten.
+    follow.forget();
+    assert_eq!(follow.changed().await, Ok(new));
+}

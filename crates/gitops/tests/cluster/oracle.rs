@@ -1,106 +1,11 @@
 //! The engine against a real kube-apiserver, with kubectl as the oracle of what an apply makes.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
-
 use anyhow::{Context as _, Result, ensure};
-use async_trait::async_trait;
-use bytes::Bytes;
-use gitops::{
-    Action, Budget, CallError, ChangeAction, ClusterApi, DiffOptions, Engine, Head, Memory, Outcome,
-    Progress, Project, Propagation, PruneWhen, Report, Scope, Set, Stop, Sync, Unresolved,
-    decode::{File, Limits, decode},
-};
-use http::{Request, Response, header};
-use http_body_util::{BodyExt as _, Full};
-use hyper::client::conn::http2;
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use rustls::pki_types::{CertificateDer, ServerName, pem::PemObject as _};
+use gitops::{Action, Budget, ChangeAction, DiffOptions, Engine, Memory, Outcome, Report, Scope};
 use serde_json::{Value, json};
 use testkit::kubernetes::{Kubernetes, exclusive};
-use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
 
-/// One HTTP/2 connection to the API server.
-struct Wire {
-    sender: http2::SendRequest<Full<Bytes>>,
-    server: String,
-    token: String,
-}
-
-impl Wire {
-    async fn connect(kubernetes: &Kubernetes) -> Result<Arc<Self>> {
-        let server = kubernetes.server();
-        let address: SocketAddr = server.strip_prefix("https://").context("no https")?.parse()?;
-        let mut roots = rustls::RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(kubernetes.ca_pem().as_bytes())?)?;
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let mut tls = rustls::ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        tls.alpn_protocols = vec![b"h2".to_vec()];
-        let tcp = TcpStream::connect(address).await?;
-        let tls = TlsConnector::from(Arc::new(tls))
-            .connect(ServerName::IpAddress(address.ip().into()), tcp)
-            .await?;
-        let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(tls)).await?;
-        tokio::spawn(async move {
-            let _ = connection.await;
-        });
-        Ok(Arc::new(Self { sender, server, token: kubernetes.admin_token().to_owned() }))
-    }
-}
-
-#[async_trait]
-impl ClusterApi for Wire {
-    async fn call(&self, request: Request<Bytes>) -> Result<Response<Bytes>, CallError> {
-        let lost = |error: hyper::Error| CallError::Unknown(error.to_string());
-        let (mut head, body) = request.into_parts();
-        head.uri = format!("{}{}", self.server, head.uri).parse().expect("a target of the engine is a URI");
-        let token = format!("Bearer {}", self.token).parse().expect("a token is a header");
-        head.headers.insert(header::AUTHORIZATION, token);
-        let mut sender = self.sender.clone();
-        sender.ready().await.map_err(lost)?;
-        let response = sender.send_request(Request::from_parts(head, Full::new(body))).await.map_err(lost)?;
-        let (head, body) = response.into_parts();
-        Ok(Response::from_parts(head, body.collect().await.map_err(lost)?.to_bytes()))
-    }
-}
-
-struct Fixed(Option<Arc<str>>);
-
-#[async_trait]
-impl Head for Fixed {
-    async fn resolve(&self) -> Result<Option<Arc<str>>, Unresolved> {
-        Ok(self.0.clone())
-    }
-
-    fn stop(&self) -> Option<Stop> {
-        None
-    }
-}
-
-fn set(commit: &str, content: &str) -> Set {
-    let file = File { path: "m.yaml".into(), content: Bytes::copy_from_slice(content.as_bytes()) };
-    decode(commit, &[file], &Limits::default()).unwrap_or_else(|flaws| panic!("{flaws}"))
-}
-
-fn project(agent: u64, namespace: &str) -> Project {
-    Project {
-        // There is no controller manager, which would remove the finalizer of a foreground deletion.
-        propagation: Propagation::Background,
-        reconcile_timeout: Duration::ZERO,
-        prune_timeout: Duration::from_secs(30),
-        ..Project::new(agent, 1, namespace, "replica")
-    }
-}
-
-async fn sync(engine: &Engine, project: &Project, set: &Set, scope: Scope, memory: &mut Memory) -> Report {
-    let head = Fixed(Some(set.commit().into()));
-    let observer = |_: Progress| {};
-    let prune = PruneWhen::Current;
-    engine.sync(Sync { project, set, head: &head, scope, prune, observer: &observer }, memory).await
-}
+use crate::wire::{Wire, project, set, sync};
 
 /// Whether everything was created; the namespace was before, for the inventory.
 fn is_created(report: &Report) -> bool {
@@ -197,7 +102,7 @@ async fn get(kubernetes: &Kubernetes, arguments: &[&str]) -> Result<Value> {
 async fn an_apply_makes_what_kubectl_makes() -> Result<()> {
     let exclusive = exclusive().await?;
     let kubernetes = &exclusive.kubernetes;
-    let engine = Engine::new(Wire::connect(kubernetes).await?, Budget::default());
+    let engine = Engine::new(Wire::connect(kubernetes, "oracle").await?, Budget::default());
     let report = sync(
         &engine,
         &project(31, "ours"),
@@ -243,7 +148,7 @@ async fn an_apply_makes_what_kubectl_makes() -> Result<()> {
 async fn drift_is_put_back_and_what_leaves_is_pruned() -> Result<()> {
     let exclusive = exclusive().await?;
     let kubernetes = &exclusive.kubernetes;
-    let engine = Engine::new(Wire::connect(kubernetes).await?, Budget::default());
+    let engine = Engine::new(Wire::connect(kubernetes, "oracle").await?, Budget::default());
     let (project, first, mut memory) =
         (project(32, "drift"), set("c1", &manifests("drift")), Memory::default());
     let report = sync(&engine, &project, &first, Scope::All, &mut memory).await;
@@ -303,7 +208,7 @@ async fn an_inventory_of_14_1_is_taken_over() -> Result<()> {
     kubernetes.apply(&config_map("old", mark.clone(), json!({}), json!({}))).await?;
     kubernetes.apply(&config_map("stays", mark, json!({}), json!({}))).await?;
     let before = get(kubernetes, &["configmap/stays"]).await?;
-    let engine = Engine::new(Wire::connect(kubernetes).await?, Budget::default());
+    let engine = Engine::new(Wire::connect(kubernetes, "oracle").await?, Budget::default());
     let set = set("c", "{apiVersion: v1, kind: ConfigMap, metadata: {name: stays}}");
     let report = sync(&engine, &project(33, "default"), &set, Scope::All, &mut Memory::default()).await;
     assert_eq!(report.outcome, Outcome::Synced, "{report:#?}");
