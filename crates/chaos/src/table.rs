@@ -334,7 +334,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S35",
         "the wall clock of one replica is an hour off, jumps, and goes back between two processes",
-        "no false death, no request fails, tokens by its clock only, T_heal",
+        "no false death, no request fails, tokens by its clock only; one that begins so is told why it gets no tables; T_heal",
         false,
     )
     .needs(&[Need::Faketime]),

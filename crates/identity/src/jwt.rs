@@ -224,9 +224,14 @@ impl JwtVerifier {
         let signer =
             claims.as_ref().ok().and_then(|claims| claims.actor().subject.clone()).unwrap_or_default();
         let apart = claims.ok().and_then(|claims| claims.iat.as_f64()).map(|made| made - now);
-        let (by, ahead) = apart.map_or((0.0, "ahead or behind"), |apart| {
-            (apart.abs().round(), if apart > 0.0 { "ahead" } else { "behind" })
-        });
+        // In minutes: who is told logs only what is new, and a token is up to 20 s old.
+        let apart_by = apart.map_or_else(
+            || "ahead or behind".to_owned(),
+            |apart| {
+                let minutes = (apart.abs() / 60.0).round().max(1.0);
+                format!("about {minutes} min {}", if apart > 0.0 { "ahead" } else { "behind" })
+            },
+        );
         let leeway = self.leeway;
         if self.may_log() {
             tracing::warn!(
@@ -237,7 +242,7 @@ impl JwtVerifier {
             );
         }
         let text = format!(
-            "the clock of the replica {signer:?} is {by} s {ahead} of that of this replica, and {leeway} s are allowed: \
+            "the clock of the replica {signer:?} is {apart_by} of that of this replica, and {leeway} s are allowed: \
              check the time of both hosts"
         );
         // The outcome tells this from a wrong secret, which may be right in a moment: the request of a caller
@@ -390,7 +395,8 @@ mod tests {
         for made in [now - 85, now, now + 30] {
             token(made, &[b's'; 32]).expect("within the leeway");
         }
-        for (made, expected) in [(now - 3600, " behind of that"), (now + 3600, " ahead of that")] {
+        for (made, expected) in [(now - 3610, " about 60 min behind "), (now + 3600, " about 60 min ahead ")]
+        {
             let status = token(made, &[b's'; 32]).unwrap_err();
             assert_eq!((status.code(), status.outcome()), (Code::Unauthenticated, Some(Outcome::NotStarted)));
             assert!(status.message().contains(expected), "{status}");

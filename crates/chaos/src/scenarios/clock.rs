@@ -22,6 +22,8 @@ use crate::{
 /// The replica whose clock is stepped.
 pub(super) const STEPPED: usize = 1;
 const HOUR: i64 = 3600;
+/// How long replicas may take for each other's tables once the clock is right.
+const RIGHT: Duration = Duration::from_secs(60);
 
 /// How replicas take a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +64,33 @@ async fn sees(run: &Run, hours: i64) -> Result<()> {
 
 fn step(run: &Run, seconds: i64) -> Result<()> {
     run.wall.as_ref().context("a replica has a clock of its own")?.set(seconds)
+}
+
+/// Waits until each other replica and the stepped one say that their clocks differ: they have refused each
+/// other's tables. Then sets the clock right.
+async fn right_again(run: &mut Run) -> Result<()> {
+    let fault = run.fault(format!("replica {STEPPED} has begun with a wrong clock"), Effect::All);
+    for n in run.mesh.running() {
+        within(Duration::from_secs(20), &format!("replica {n} says that clocks differ"), async || {
+            // Valid by every clock.
+            let token = run.client.token_with(&[("nbf", now() - 2 * HOUR), ("exp", now() + 3 * HOUR)]);
+            let caller = Caller::connect(run.mesh.api(n), Some(token)).await?;
+            let list: ListReplicasResponse = caller.unary(LIST_REPLICAS, &ListReplicasRequest {}).await?;
+            let told = list.alarms.iter().any(|alarm| alarm.contains("check the time of both hosts"));
+            Ok(if told { Ok(()) } else { Err(list.alarms) })
+        })
+        .await?;
+    }
+    step(run, 0)?;
+    sees(run, 0).await?;
+    run.fault_ends(fault);
+    // Tokens that were made before are used for up to 20 s.
+    let took = run.settled(RIGHT).await?;
+    run.notes.push(format!(
+        "{:.1} s after the clock of a replica that had begun with a wrong one was right, all views were equal.",
+        took.as_secs_f64()
+    ));
+    Ok(())
 }
 
 pub(super) async fn stepped(run: &mut Run) -> Result<()> {
@@ -110,7 +139,11 @@ pub(super) async fn stepped(run: &mut Run) -> Result<()> {
         run.kill(STEPPED).await?;
         run.restart(STEPPED).await?;
         sees(run, hours).await?;
-        run.heals(&T_HEAL).await?;
+        if hours == 0 {
+            run.heals(&T_HEAL).await?;
+        } else {
+            right_again(run).await?;
+        }
     }
     ensure!(run.mesh.running().len() == all.len(), "a replica has ended");
     Ok(())

@@ -167,8 +167,8 @@ struct Inner {
     watches: HashMap<AgentId, watch::Sender<()>>,
     sweep_at: usize,
     streams: HashMap<StreamId, AbortHandle>,
-    /// Generation and build of each replica, from gossip.
-    builds: HashMap<ReplicaId, (u64, String)>,
+    /// The build of each replica, from gossip.
+    builds: HashMap<ReplicaId, String>,
     /// Why there is no table from an address.
     refusals: HashMap<Arc<str>, String>,
     /// The advertised address of this replica belongs to another replica.

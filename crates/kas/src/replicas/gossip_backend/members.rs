@@ -78,12 +78,9 @@ impl Members {
         std::mem::take(&mut self.unread)
     }
 
-    /// Returns generation and build of each member.
-    pub(super) fn builds(&self) -> HashMap<ReplicaId, (u64, String)> {
-        self.read
-            .iter()
-            .map(|(id, read)| (ReplicaId::new(id), (read.generation, read.build.clone())))
-            .collect()
+    /// Returns the build of each member.
+    pub(super) fn builds(&self) -> HashMap<ReplicaId, String> {
+        self.read.iter().map(|(id, read)| (ReplicaId::new(id), read.build.clone())).collect()
     }
 }
 

@@ -115,11 +115,10 @@ impl ClusterView for GossipBackend {
             heard: None,
         }];
         for view in inner.table.replicas(now) {
-            // Gossip may still tell of the process before: generation and build are listed only with the
-            // table of the same process.
+            // Gossip may still tell of the process before, or of a table in a later format: the generation is
+            // listed only with the table of the same process.
             let generation = view.generation.unwrap_or_default();
-            let build = inner.builds.get(&view.replica).filter(|(of, _)| Some(*of) == view.generation);
-            let build = build.map(|(_, build)| build.clone()).unwrap_or_default();
+            let build = inner.builds.get(&view.replica).cloned().unwrap_or_default();
             let (version, commit) = build.split_once(' ').unwrap_or((&build, ""));
             replicas.push(ReplicaStatus {
                 build: (version.to_owned(), commit.to_owned()),
