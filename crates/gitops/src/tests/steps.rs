@@ -413,6 +413,27 @@ async fn a_template_must_not_name_another_project() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_inventory_outside_the_agents_namespaces_is_refused() {
+    let in_shop = template("t", "mine").replace("name: t,", "name: t, namespace: shop,");
+    let mut world = World::new(&(in_shop + &config_map("a")));
+    world.server.create("/api/v1/namespaces", json!({ "kind": "Namespace", "metadata": { "name": "shop" } }));
+    world.project.namespaces = Some(["default".to_owned()].into());
+    let report = world.sync().await;
+    let text =
+        "m.yaml:2: the inventory template is in the namespace shop, which is outside the agent's namespaces";
+    assert_eq!(report.outcome, Outcome::Refused(text.to_owned()));
+    let diff = world.engine.diff(&world.project, &world.repository.set(), &DiffOptions::default()).await;
+    assert_eq!(diff, Err(DiffError::Refused(text.to_owned())));
+    assert_eq!(world.server.log().len(), 0);
+    world.project.namespaces = Some(["shop".to_owned()].into());
+    world.repository.push("c2", &config_map("a"));
+    let report = world.sync().await;
+    let text = "the inventory would be in the namespace default, which is outside the agent's namespaces";
+    assert_eq!(report.outcome, Outcome::Refused(text.to_owned()));
+    assert_eq!(world.server.log().len(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn objects_outside_the_agents_namespaces_fail_and_are_not_pruned() {
     let mut world = World::new(FIRST);
     world.synced().await;
