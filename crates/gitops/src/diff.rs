@@ -185,12 +185,14 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
     let (items, new_namespaces) = (&plan.items, &new_namespaces);
     let compared = each(items.len(), |at| async move {
         let item = &items[at];
-        if item.defined_here || new_namespaces.contains(&*item.id.namespace) {
-            // Neither its namespace nor its kind exists, so the API server could only refuse it.
-            let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
-            return Ok((Some((ChangeAction::Create, diff, String::new())), None));
-        }
-        timeout_at(deadline, compare(run, item)).await.unwrap_or_else(|_| Ok((Some(not_asked()), None)))
+        let compared = async {
+            if new_namespaces.contains(&*item.id.namespace) {
+                // Its namespace does not exist, so the API server could only refuse it.
+                return Ok((Some(created(run, item)), None));
+            }
+            if item.defined_here { compare_unserved(run, item).await } else { compare(run, item).await }
+        };
+        timeout_at(deadline, compared).await.unwrap_or_else(|_| Ok((Some(not_asked()), None)))
     })
     .await
     .map_err(end)?;
@@ -230,6 +232,26 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
 
 fn not_asked() -> (ChangeAction, String, String) {
     (ChangeAction::Error, String::new(), "not asked: the time for the diff is over".to_owned())
+}
+
+/// The change of an object that does not exist.
+fn created(run: &Run<'_>, item: &Item<'_>) -> (ChangeAction, String, String) {
+    let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
+    (ChangeAction::Create, diff, String::new())
+}
+
+/// Compares an object whose version comes with a definition of the set: the API server could only refuse it.
+/// Also returns its uid, if it exists in another version.
+async fn compare_unserved(run: &Run<'_>, item: &Item<'_>) -> Result<(Compared, Option<u128>), Outcome> {
+    let Some(path) = &item.served else { return Ok((Some(created(run, item)), None)) };
+    let existing = crate::existing::one(&run.caller, run, &item.id, path).await?;
+    if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, &existing) {
+        return Ok((Some((ChangeAction::Error, String::new(), why)), None));
+    }
+    let Existing::Found(object) = existing else { return Ok((Some(created(run, item)), None)) };
+    let why = format!("{} is not served yet, so its changes cannot be asked for", item.manifest.api_version);
+    let object_uid = object["metadata"]["uid"].as_str().map(uid);
+    Ok((Some((ChangeAction::Update, String::new(), why)), object_uid))
 }
 
 /// The object that would be applied, of which the API server has no defaults yet.

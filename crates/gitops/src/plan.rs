@@ -37,8 +37,10 @@ pub(crate) struct Item<'a> {
     pub(crate) key: String,
     pub(crate) manifest: &'a Manifest,
     pub(crate) path: Path,
-    /// Whether its kind comes with a definition of this set.
+    /// Whether its kind, or its version of the kind, comes with a definition of this set.
     pub(crate) defined_here: bool,
+    /// Where it can be read although its own version is not served yet: in another version.
+    pub(crate) served: Option<Path>,
 }
 
 /// An object that cannot be applied.
@@ -135,7 +137,13 @@ pub(crate) fn plan<'a>(
             ));
         }
         let path = Path::new(&id, version, plural);
-        plan.items.push(Item { id, key, manifest, path, defined_here });
+        let served = match api.lookup(&id.group, None, &id.kind) {
+            Lookup::Found(resource) if defined_here && resource.namespaced == namespaced => {
+                Some(Path::new(&id, &resource.version, &resource.plural))
+            }
+            _ => None,
+        };
+        plan.items.push(Item { id, key, manifest, path, defined_here, served });
     }
     plan.items.sort_by_cached_key(|item| order::rank(&item.id));
     Ok(plan)
@@ -207,6 +215,16 @@ impl Item<'_> {
             annotations[OWNER_ANNOTATION] = json!(inventory_id);
         }
         body.to_string().into()
+    }
+
+    /// The version in its manifest.
+    pub(crate) fn version(&self) -> &str {
+        self.manifest.api_version.rsplit('/').next().unwrap_or_default()
+    }
+
+    /// Where it can be read now; `None`: its kind is not served, so it is not there.
+    pub(crate) fn readable(&self) -> Option<&Path> {
+        if self.defined_here { self.served.as_ref() } else { Some(&self.path) }
     }
 
     /// Its file and line.

@@ -21,7 +21,8 @@ use crate::{
     run::{Fence, Run, delete_inventory},
 };
 
-/// Plans a set. If a kind is unknown, the cluster is asked anew.
+/// Plans a set. If a kind is unknown, or not known to be served, the cluster is asked anew: what exists of a
+/// kind can only be read if the kind is known.
 pub(crate) async fn planned<'s>(
     run: &Run<'_>,
     project: &Project,
@@ -29,7 +30,7 @@ pub(crate) async fn planned<'s>(
 ) -> Result<(Arc<Api>, Plan<'s>), Outcome> {
     let api = run.api(false).await?;
     let first = plan(project, set, &api, &run.wanted).map_err(Outcome::Refused)?;
-    if first.failed.is_empty() {
+    if first.failed.is_empty() && !first.items.iter().any(|item| item.defined_here) {
         return Ok((api, first));
     }
     let api = run.api(true).await?;
@@ -212,8 +213,8 @@ async fn dry_run(
     // What is learned in a dry run is not what is in the cluster.
     let mut scratch = memory.clone();
     apply::apply(run, plan, &crate::engine::Scope::All, &mut scratch).await?;
-    let existing = plan.items.iter().filter(|item| !item.defined_here);
-    let existing = existing.map(|item| (item.id.clone(), item.path.clone())).collect();
+    let existing = plan.items.iter().filter_map(|item| Some((item.id.clone(), item.readable()?.clone())));
+    let existing = existing.collect();
     for found in existing::read(&run.caller, run, existing).await?.into_values() {
         if let Existing::Found(object) = found {
             protected.uids.insert(uid(object["metadata"]["uid"].as_str().unwrap_or_default()));

@@ -326,6 +326,101 @@ async fn policies_say_what_may_be_taken_over() {
     }
 }
 
+/// The definition of `Widget` with these versions.
+fn definition(versions: &str) -> String {
+    FIRST.split("---").nth(1).unwrap().replace("[{name: v1, served: true}]", versions)
+}
+
+fn widget(version: &str, name: &str) -> String {
+    format!(
+        "---\napiVersion: example.com/{version}\nkind: Widget\nmetadata: {{name: {name}}}\nspec: {{size: 1}}\n"
+    )
+}
+
+const WIDGETS: &str = "/apis/example.com/v1/namespaces/default/widgets";
+const BOTH: &str = "[{name: v1}, {name: v2}]";
+
+/// A world in which `Widget b` belongs to another inventory, and the kinds that have v1 only are known.
+async fn with_widget_of_another() -> World {
+    let mut world = World::new(&definition("[{name: v1}]"));
+    world.synced().await;
+    let mark = json!({ OWNER_ANNOTATION: "8-8" });
+    world.server.create(
+        WIDGETS,
+        json!({ "apiVersion": "example.com/v1", "kind": "Widget",
+            "metadata": { "name": "b", "namespace": "default", "annotations": mark } }),
+    );
+    world
+}
+
+fn assert_not_taken_over(world: &World, report: &Report) {
+    let expected = "belongs to the inventory 8-8, not to 7-9; inventory_policy: adopt_all takes it over";
+    assert_eq!(done(report, "b"), (Action::Failed, expected.to_owned()));
+    let patches = |name: &str| {
+        let log = world.server.log();
+        log.iter()
+            .filter(|e| {
+                e.method == "PATCH"
+                    && e.target.contains(&format!("/widgets/{name}?"))
+                    && !e.target.contains("dryRun")
+            })
+            .count()
+    };
+    assert_eq!((patches("a"), patches("b")), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_policy_holds_for_a_version_that_is_newer_than_what_is_known() {
+    let mut world = with_widget_of_another().await;
+    world.repository.push("c2", &definition(BOTH));
+    world.synced().await;
+    world.repository.push("c3", &(definition(BOTH) + &widget("v1", "a") + &widget("v2", "b")));
+    let report = world.sync().await;
+    assert_not_taken_over(&world, &report);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_policy_holds_for_a_version_that_comes_with_its_object() {
+    let mut world = with_widget_of_another().await;
+    let set = definition(BOTH) + &widget("v1", "a") + &widget("v2", "b");
+    world.repository.push("c2", &set);
+    let diff =
+        world.engine.diff(&world.project, &world.repository.set(), &DiffOptions::default()).await.unwrap();
+    let b = diff.changes.iter().find(|change| &*change.object.name == "b").unwrap();
+    assert_eq!(b.action, ChangeAction::Error, "{diff:#?}");
+    world.project.dry_run = DryRun::Client;
+    let report = world.sync().await;
+    assert_eq!(done(&report, "b").0, Action::Failed);
+    world.project.dry_run = DryRun::None;
+    let report = world.sync().await;
+    assert_not_taken_over(&world, &report);
+    // With another policy it is taken over, and a diff says that it is there.
+    world.project.inventory_policy = InventoryPolicy::AdoptAll;
+    let mut world = World { project: world.project.clone(), ..with_widget_of_another().await };
+    world.repository.push("c2", &set);
+    let diff =
+        world.engine.diff(&world.project, &world.repository.set(), &DiffOptions::default()).await.unwrap();
+    let b = diff.changes.iter().find(|change| &*change.object.name == "b").unwrap();
+    assert_eq!(
+        (b.action, &*b.error),
+        (ChangeAction::Update, "example.com/v2 is not served yet, so its changes cannot be asked for")
+    );
+    let report = world.synced().await;
+    assert_eq!(done(&report, "b").0, Action::Changed);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_version_that_is_never_served_fails_its_objects_alone() {
+    let refused = definition(BOTH)
+        .replace("name: widgets.example.com", "name: widgets.example.com, annotations: {refuse: 'true'}");
+    let mut world = with_widget_of_another().await;
+    world.repository.push("c2", &(refused + &widget("v1", "a") + &widget("v2", "c")));
+    let report = world.sync().await;
+    let expected = "example.com/v2 is not served 60 s after the definition of the kind was applied";
+    assert_eq!(done(&report, "c"), (Action::Failed, expected.to_owned()));
+    assert_eq!(done(&report, "a").0, Action::Created);
+}
+
 #[tokio::test(start_paused = true)]
 async fn many_objects_are_read_by_pages_and_applied() {
     let content: String = (0..1_100).map(|at| config_map(&format!("m{at}"))).collect();
