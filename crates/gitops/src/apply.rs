@@ -15,7 +15,7 @@ use crate::{
     engine::Scope,
     existing::{self, Existing},
     marks::OWNER_ANNOTATION,
-    memory::{Live, Memory, Record, hash},
+    memory::{Live, Memory, Record, hash, uid},
     object::ObjectId,
     order::same_kind,
     plan::{Item, Plan},
@@ -43,6 +43,10 @@ pub(crate) struct Applied {
     pub(crate) failed: usize,
     /// Objects that are not current.
     pub(crate) not_current: usize,
+    /// Uids of what existed before, whether its apply failed or not.
+    pub(crate) uids: Vec<u128>,
+    /// Objects of which it could not be read what exists.
+    pub(crate) unread: Vec<ObjectId>,
 }
 
 /// The target of an apply.
@@ -79,7 +83,7 @@ pub(crate) async fn apply(
     memory: &mut Memory,
 ) -> Result<Applied, Outcome> {
     run.phase(Phase::Applying);
-    let mut applied = Applied { failed: plan.failed.len(), not_current: 0 };
+    let mut applied = Applied { failed: plan.failed.len(), ..Applied::default() };
     let in_scope = |item: &Item<'_>, memory: &Memory| match (scope, memory.objects.get(&item.id)) {
         (Scope::All, _) | (_, None) => true,
         (Scope::Only(ids), Some(record)) => {
@@ -126,6 +130,15 @@ pub(crate) async fn apply(
             && memory.objects.get(&item.id).is_some_and(|record| record.health != Health::Current)
     });
     pending.extend(others);
+    for item in items {
+        match existing.get(&item.id) {
+            Some(Existing::Found(object)) => {
+                applied.uids.extend(object["metadata"]["uid"].as_str().map(uid));
+            }
+            Some(Existing::Absent) => {}
+            Some(Existing::Unreadable(_)) | None => applied.unread.push(item.id.clone()),
+        }
+    }
     if run.project.dry_run == DryRun::None {
         applied.not_current = wait(run, pending, memory).await?;
     }
