@@ -643,6 +643,24 @@ async fn a_diff_says_what_a_sync_would_do() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_texts_of_a_diff_are_bounded_together() {
+    let long: String = (0..300).map(|at| format!("{at}{}, ", "x".repeat(1_000))).collect();
+    let content: String =
+        (0..80).map(|at| config_map(&format!("m{at}")) + &format!("data: [{long}]\n")).collect();
+    let world = World::new(&content);
+    let limits =
+        crate::decode::Limits { file: 32 << 20, total: 32 << 20, ..crate::decode::Limits::default() };
+    let file = crate::decode::File { path: "m.yaml".into(), content: content.into() };
+    let set = crate::decode::decode("c1", &[file], &limits).unwrap();
+    let diff = world.engine.diff(&world.project, &set, &DiffOptions::default()).await.unwrap();
+    assert_eq!(diff.changes.len(), 80);
+    let left_out = "(the diff is left out: all of them have more than 16 MiB)\n";
+    assert!(diff.changes.iter().any(|change| change.diff == left_out));
+    let bytes: usize = diff.changes.iter().map(|change| change.diff.len()).sum();
+    assert!((15 << 20..17 << 20).contains(&bytes), "{bytes}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn destroy_deletes_what_is_marked_and_then_the_inventory() {
     let mut world = World::new(FIRST);
     world.synced().await;
