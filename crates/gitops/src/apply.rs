@@ -15,7 +15,7 @@ use crate::{
     engine::Scope,
     existing::{self, Existing},
     marks::OWNER_ANNOTATION,
-    memory::{Live, Memory, Record, hash},
+    memory::{Live, Memory, Record, hash, uid},
     object::ObjectId,
     order::same_kind,
     plan::{Item, Plan},
@@ -46,6 +46,10 @@ pub(crate) struct Applied {
     pub(crate) failed: usize,
     /// Objects that are not current.
     pub(crate) not_current: usize,
+    /// Uids of what existed before, whether its apply failed or not.
+    pub(crate) uids: Vec<u128>,
+    /// Objects of which it could not be read what exists.
+    pub(crate) unread: Vec<ObjectId>,
 }
 
 /// The target of an apply.
@@ -82,7 +86,7 @@ pub(crate) async fn apply(
     memory: &mut Memory,
 ) -> Result<Applied, Outcome> {
     run.phase(Phase::Applying);
-    let mut applied = Applied { failed: plan.failed.len(), not_current: 0 };
+    let mut applied = Applied { failed: plan.failed.len(), ..Applied::default() };
     let in_scope = |item: &Item<'_>, memory: &Memory| match (scope, memory.objects.get(&item.id)) {
         (Scope::All, _) | (_, None) => true,
         (Scope::Only(ids), Some(record)) => {
@@ -90,9 +94,8 @@ pub(crate) async fn apply(
         }
     };
     let items: Vec<&Item<'_>> = plan.items.iter().filter(|item| in_scope(item, memory)).collect();
-    let known = items.iter().filter(|item| !item.defined_here);
-    let known = known.map(|item| (item.id.clone(), item.path.clone())).collect();
-    let mut existing = existing::read(&run.caller, run, known).await?;
+    let known = items.iter().filter_map(|item| Some((item.id.clone(), item.readable()?.clone())));
+    let mut existing = existing::read(&run.caller, run, known.collect()).await?;
 
     let mut pending: Vec<&Item<'_>> = Vec::new();
     let mut at = 0;
@@ -100,15 +103,12 @@ pub(crate) async fn apply(
         let end = at + items[at..].iter().take_while(|item| same_kind(&item.id, &items[at].id)).count();
         let kind = &items[at..end];
         at = end;
-        if kind[0].defined_here {
-            wait_for_kind(run, kind[0]).await?;
-            let read = kind.iter().map(|item| (item.id.clone(), item.path.clone())).collect();
-            existing.extend(existing::read(&run.caller, run, read).await?);
-        }
+        read_defined(run, kind, &mut existing).await?;
         let found = &existing;
         let results = each(kind.len(), |at| async move {
-            let existing = found.get(&kind[at].id).unwrap_or(&Existing::Absent);
-            apply_one(run, kind[at], existing).await
+            // What was not read may belong to somebody else.
+            let unread = Existing::Unreadable("what exists of it is not known".to_owned());
+            apply_one(run, kind[at], found.get(&kind[at].id).unwrap_or(&unread)).await
         })
         .await?;
         for (item, record) in kind.iter().copied().zip(results) {
@@ -133,6 +133,15 @@ pub(crate) async fn apply(
             && memory.objects.get(&item.id).is_some_and(|record| record.health != Health::Current)
     });
     pending.extend(others);
+    for item in items {
+        match existing.get(&item.id) {
+            Some(Existing::Found(object)) => {
+                applied.uids.extend(object["metadata"]["uid"].as_str().map(uid));
+            }
+            Some(Existing::Absent) => {}
+            Some(Existing::Unreadable(_)) | None => applied.unread.push(item.id.clone()),
+        }
+    }
     if run.project.dry_run == DryRun::None {
         applied.not_current = wait(run, pending, memory).await?;
     }
@@ -215,21 +224,61 @@ fn read_applied(answer: &Answer, item: &Item<'_>) -> Result<(Value, Live), Strin
     }
 }
 
-/// Waits until a kind whose definition was just applied can be used. After the time is over the apply fails
-/// with the server's words.
-async fn wait_for_kind(run: &Run<'_>, item: &Item<'_>) -> Result<(), Outcome> {
-    if run.project.dry_run != DryRun::None {
+/// Reads what exists of those objects of a kind whose version comes with a definition of this set. It waits
+/// until the versions are served. Some of the objects may have been there before, in another version.
+async fn read_defined(
+    run: &Run<'_>,
+    kind: &[&Item<'_>],
+    existing: &mut HashMap<ObjectId, Existing>,
+) -> Result<(), Outcome> {
+    let defined: Vec<&Item<'_>> = kind.iter().copied().filter(|item| item.defined_here).collect();
+    if defined.is_empty() {
         return Ok(());
     }
-    let version = item.manifest.api_version.rsplit('/').next();
+    if run.project.dry_run != DryRun::None {
+        // The definition is not applied, so what is not served is not there.
+        for item in defined {
+            existing.entry(item.id.clone()).or_insert(Existing::Absent);
+        }
+        return Ok(());
+    }
+    let unserved = wait_for_versions(run, &defined).await?;
+    let served = defined.iter().filter(|item| !unserved.contains(item.version()));
+    let served = served.map(|item| (item.id.clone(), item.path.clone())).collect();
+    for (id, now) in existing::read(&run.caller, run, served).await? {
+        match (existing.get(&id), &now) {
+            // A server that does not know the new version yet also answers that there is no such object.
+            (Some(Existing::Found(_)), Existing::Absent) => {}
+            _ => {
+                existing.insert(id, now);
+            }
+        }
+    }
+    for item in defined.iter().filter(|item| unserved.contains(item.version())) {
+        let why = format!(
+            "{} is not served {} s after the definition of the kind was applied",
+            item.manifest.api_version,
+            ESTABLISHED_WITHIN.as_secs()
+        );
+        existing.insert(item.id.clone(), Existing::Unreadable(why));
+    }
+    Ok(())
+}
+
+/// Waits until the versions of a kind whose definition was just applied can be used. Returns those that are
+/// not served when the time is over.
+async fn wait_for_versions<'i>(run: &Run<'_>, items: &[&'i Item<'_>]) -> Result<BTreeSet<&'i str>, Outcome> {
+    let mut unserved: BTreeSet<&str> = items.iter().map(|item| item.version()).collect();
+    let Some(first) = items.first() else { return Ok(unserved) };
     let until = Instant::now() + ESTABLISHED_WITHIN;
     loop {
         // A kind is in discovery only once its definition is established.
         let api = run.api(true).await?;
-        if matches!(api.lookup(&item.id.group, version, &item.id.kind), Lookup::Found(_))
-            || Instant::now() >= until
-        {
-            return Ok(());
+        unserved.retain(|version| {
+            !matches!(api.lookup(&first.id.group, Some(version), &first.id.kind), Lookup::Found(_))
+        });
+        if unserved.is_empty() || Instant::now() >= until {
+            return Ok(unserved);
         }
         run.sleep(ESTABLISHED_EVERY).await?;
     }

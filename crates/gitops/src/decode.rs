@@ -21,8 +21,20 @@ use crate::{
     object::{Manifest, ObjectId, Set},
 };
 
-/// The most values that all files may hold. A value takes about 100 bytes of memory however short it is.
-const MAX_VALUES: usize = 2_000_000;
+/// The most memory that the values of all files may take, in bytes, as it is estimated by [`Room::take`]. The
+/// usual manifests of 20 MiB take that much.
+const MAX_MEMORY: usize = 240 << 20;
+
+/// What manifests of the usual form take for each byte of their files.
+const MEMORY_PER_BYTE: usize = 12;
+
+/// What a value, or the key of one, takes besides its text: its place in the list or mapping that holds it,
+/// with the room that these keep for more.
+const VALUE: usize = 100;
+
+/// What a list and a mapping take in addition: they have room for four values from the beginning.
+const LIST: usize = 200;
+const MAPPING: usize = 300;
 
 /// Lists inside lists.
 const MAX_LISTS: usize = 4;
@@ -56,6 +68,13 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// The most that [`Set::weight`] returns for a set within these limits, in bytes.
+    pub fn weight(&self) -> usize {
+        self.total.max(MAX_MEMORY / MEMORY_PER_BYTE)
+    }
+}
+
 /// What is wrong in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flaw {
@@ -63,7 +82,8 @@ pub struct Flaw {
     pub path: Arc<str>,
     /// The line, from 1.
     pub line: u32,
-    /// What is wrong. It never quotes the content of the file except keys, kinds and names.
+    /// What is wrong, in at most 300 characters. It never quotes the content of the file except keys, kinds
+    /// and names.
     pub reason: String,
 }
 
@@ -83,6 +103,9 @@ impl Flaws {
     /// The number of flaws that are kept.
     pub const MAX: usize = 100;
 }
+
+/// The longest reason of a flaw, in characters: a key may have any length.
+const LONGEST_REASON: usize = 300;
 
 /// One flaw a line.
 impl fmt::Display for Flaws {
@@ -106,13 +129,14 @@ impl std::error::Error for Flaws {}
 /// Every flaw of every file.
 pub fn decode(commit: &str, files: &[File], limits: &Limits) -> Result<Set, Flaws> {
     let mut found = Found::default();
-    let mut room = Room { limits: *limits, file: 0, total: 0, values: 0 };
+    let mut room = Room { limits: *limits, file: 0, total: 0, memory: 0 };
     for file in files {
         found.path = file.path.clone();
         found.read(&file.content, &mut room);
     }
     if found.flaws.is_empty() {
-        Ok(Set { commit: commit.into(), objects: found.objects, template: found.template })
+        let weight = room.total.max(room.memory / MEMORY_PER_BYTE);
+        Ok(Set { commit: commit.into(), objects: found.objects, template: found.template, weight })
     } else {
         let more = found.count - found.flaws.len();
         if more > 0
@@ -131,7 +155,8 @@ struct Room {
     /// Bytes of the present file.
     file: usize,
     total: usize,
-    values: usize,
+    /// The estimated memory of all values, in bytes.
+    memory: usize,
 }
 
 impl Room {
@@ -148,11 +173,14 @@ impl Room {
         }
     }
 
-    /// Counts a value.
-    fn node(&mut self) -> Result<(), String> {
-        self.values += 1;
-        if self.values > MAX_VALUES {
-            Err(format!("all files together have more than {MAX_VALUES} values"))
+    /// Counts memory: [`VALUE`] and the length of the text of each value and key, and [`LIST`] or [`MAPPING`].
+    fn take(&mut self, memory: usize) -> Result<(), String> {
+        self.memory = self.memory.saturating_add(memory);
+        if self.memory > MAX_MEMORY {
+            let mib = MAX_MEMORY >> 20;
+            Err(format!(
+                "the values of all files together, aliases expanded, take more than {mib} MiB of memory"
+            ))
         } else {
             Ok(())
         }
@@ -185,7 +213,11 @@ impl Found {
     fn flaw(&mut self, line: u32, reason: impl Into<String>) {
         self.count += 1;
         if self.flaws.len() < Flaws::MAX {
-            self.flaws.push(Flaw { path: self.path.clone(), line, reason: reason.into() });
+            let mut reason = reason.into();
+            if let Some((end, _)) = reason.char_indices().nth(LONGEST_REASON) {
+                reason.truncate(end);
+            }
+            self.flaws.push(Flaw { path: self.path.clone(), line, reason });
         }
     }
 

@@ -2,10 +2,19 @@
 
 mod text;
 
-use std::{collections::BTreeSet, fmt::Write as _, time::Duration};
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 use serde_json::{Value, json};
-use tokio::time::{Instant, timeout_at};
+use tokio::{
+    sync::Semaphore,
+    task::spawn_blocking,
+    time::{Instant, timeout_at},
+};
 
 use crate::{
     apply::{allowed, apply_target},
@@ -22,6 +31,15 @@ use crate::{
     run::Run,
     sync::planned,
 };
+
+/// How many texts of all diffs are made at once. Each takes up to half a second of CPU time, and some 50 MiB.
+static TEXTS: Semaphore = Semaphore::const_new(2);
+
+/// The longest text of all changes of a diff, in bytes. What does not fit is left out, and that is said.
+const MAX_TEXT: usize = 16 << 20;
+
+/// The warnings that are kept.
+const MAX_WARNINGS: usize = 1_000;
 
 /// How a diff is made.
 #[derive(Debug, Clone)]
@@ -152,6 +170,35 @@ impl Diff {
     }
 }
 
+/// Makes the texts of a diff, on threads for such work.
+struct Texts {
+    /// How many bytes they may have.
+    left: AtomicUsize,
+}
+
+impl Texts {
+    /// Compares two versions of an object. `None`: they are the same.
+    async fn diff(&self, id: &ObjectId, before: Option<Value>, after: Option<Value>) -> Option<String> {
+        // The semaphore is never closed. The thread has the permit, because it goes on if nobody waits for it.
+        let permit = TEXTS.acquire().await.ok();
+        let of = id.clone();
+        let text = spawn_blocking(move || {
+            let _permit = permit;
+            let is_same =
+                matches!((&before, &after), (Some(before), Some(after)) if text::is_same(before, after));
+            (!is_same).then(|| text::diff(&of, before.as_ref(), after.as_ref()))
+        });
+        let Ok(text) = text.await else { return Some("(the diff could not be made)\n".to_owned()) };
+        let text = text?;
+        let fits =
+            self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(text.len()));
+        Some(match fits {
+            Ok(_) => text,
+            Err(_) => format!("(the diff is left out: all of them have more than {} MiB)\n", MAX_TEXT >> 20),
+        })
+    }
+}
+
 /// The result for one object; `None`: it would not change.
 type Compared = Option<(ChangeAction, String, String)>;
 
@@ -167,7 +214,12 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
     };
     let planned = timeout_at(deadline, planned(run, run.project, set)).await;
     let (api, plan) = planned.map_err(|_| late())?.map_err(end)?;
-    let mut diff = Diff { warnings: plan.warnings.clone(), ..Diff::default() };
+    let mut warnings: Vec<String> = plan.warnings.iter().take(MAX_WARNINGS).cloned().collect();
+    if plan.warnings.len() > MAX_WARNINGS {
+        warnings.push(format!("and {} more warnings", plan.warnings.len() - MAX_WARNINGS));
+    }
+    let mut diff = Diff { warnings, ..Diff::default() };
+    let texts = &Texts { left: AtomicUsize::new(MAX_TEXT) };
     for failed in &plan.failed {
         diff.changes.push(Change {
             action: ChangeAction::Error,
@@ -185,22 +237,23 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
     let (items, new_namespaces) = (&plan.items, &new_namespaces);
     let compared = each(items.len(), |at| async move {
         let item = &items[at];
-        if item.defined_here || new_namespaces.contains(&*item.id.namespace) {
-            // Neither its namespace nor its kind exists, so the API server could only refuse it.
-            let diff = text::diff(&item.id, None, Some(&wanted_object(run, item)));
-            return Ok((Some((ChangeAction::Create, diff, String::new())), None));
-        }
-        timeout_at(deadline, compare(run, item)).await.unwrap_or_else(|_| Ok((Some(not_asked()), None)))
+        let compared = async {
+            if new_namespaces.contains(&*item.id.namespace) {
+                // Its namespace does not exist, so the API server could only refuse it.
+                return Ok((Some(created(run, item, texts).await), None));
+            }
+            if item.defined_here {
+                compare_unserved(run, item, texts).await
+            } else {
+                compare(run, item, texts).await
+            }
+        };
+        timeout_at(deadline, compared).await.unwrap_or_else(|_| Ok((Some(not_asked()), None)))
     })
     .await
     .map_err(end)?;
-    let mut protected = Protected::default();
-    protected.namespaces.insert(run.wanted.namespace.clone());
-    for failed in &plan.failed {
-        protected.keep(&failed.id);
-    }
+    let mut protected = Protected::by_plan(run, &plan);
     for (item, (compared, uid)) in items.iter().zip(compared) {
-        protected.keep(&item.id);
         protected.uids.extend(uid);
         match compared {
             None => diff.unchanged += 1,
@@ -220,9 +273,9 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
             "no objects found: {count} objects are kept; leave only an inventory template to remove them"
         ));
     } else if options.prune && run.project.prune {
-        let in_set: BTreeSet<&str> = plan.items.iter().map(|item| item.key.as_str()).collect();
-        let candidates = prune::candidates(&keys, |id, key| plan.names(id, &in_set, key), &mut protected);
-        let mut pruned = pruned(run, &api, &candidates, protected, deadline).await.map_err(end)?;
+        let names = plan.names();
+        let candidates = prune::candidates(&keys, |id, key| names.contain(id, key), &mut protected);
+        let mut pruned = pruned(run, &api, &candidates, protected, texts, deadline).await.map_err(end)?;
         diff.changes.append(&mut pruned);
     }
     Ok(diff)
@@ -230,6 +283,37 @@ pub(crate) async fn diff(run: &Run<'_>, set: &Set, options: &DiffOptions) -> Res
 
 fn not_asked() -> (ChangeAction, String, String) {
     (ChangeAction::Error, String::new(), "not asked: the time for the diff is over".to_owned())
+}
+
+/// The change of an object that does not exist.
+async fn created(run: &Run<'_>, item: &Item<'_>, texts: &Texts) -> (ChangeAction, String, String) {
+    let diff = texts.diff(&item.id, None, Some(wanted_object(run, item))).await;
+    (ChangeAction::Create, diff.unwrap_or_default(), String::new())
+}
+
+/// Compares an object whose version comes with a definition of the set: the API server could only refuse it.
+/// Also returns its uid, if it exists in another version.
+async fn compare_unserved(
+    run: &Run<'_>,
+    item: &Item<'_>,
+    texts: &Texts,
+) -> Result<(Compared, Option<u128>), Outcome> {
+    let existing = match &item.served {
+        Some(path) => crate::existing::one(&run.caller, run, &item.id, path).await?,
+        None => Existing::Absent,
+    };
+    let object_uid = match &existing {
+        Existing::Found(object) => object["metadata"]["uid"].as_str().map(uid),
+        _ => None,
+    };
+    if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, &existing) {
+        return Ok((Some((ChangeAction::Error, String::new(), why)), object_uid));
+    }
+    if object_uid.is_none() {
+        return Ok((Some(created(run, item, texts).await), None));
+    }
+    let why = format!("{} is not served yet, so its changes cannot be asked for", item.manifest.api_version);
+    Ok((Some((ChangeAction::Update, String::new(), why)), object_uid))
 }
 
 /// The object that would be applied, of which the API server has no defaults yet.
@@ -253,42 +337,42 @@ async fn new_namespaces(
 }
 
 /// Compares an object with what an apply would make of it. Also returns its uid.
-async fn compare(run: &Run<'_>, item: &Item<'_>) -> Result<(Compared, Option<u128>), Outcome> {
-    let error = |why: String| (Some((ChangeAction::Error, String::new(), why)), None);
+async fn compare(run: &Run<'_>, item: &Item<'_>, texts: &Texts) -> Result<(Compared, Option<u128>), Outcome> {
+    let mut object_uid = None;
+    let error = |why: String, uid| (Some((ChangeAction::Error, String::new(), why)), uid);
     let answer = run.call(Call::get(item.path.object.clone(), None)).await?;
     let before = match answer.status.as_u16() {
         404 => None,
         _ if !answer.is_ok() => {
-            return Ok(error(format!("cannot be read: {}", answer.words_about(&item.id))));
+            return Ok(error(format!("cannot be read: {}", answer.words_about(&item.id)), None));
         }
         _ => match answer.json() {
             Ok(object) => Some(object),
-            Err(why) => return Ok(error(format!("cannot be read: {why}"))),
+            Err(why) => return Ok(error(format!("cannot be read: {why}"), None)),
         },
     };
     let existing = match &before {
         None => Existing::Absent,
-        Some(object) => Existing::Found(Box::new(object.clone())),
+        Some(object) => {
+            object_uid = object["metadata"]["uid"].as_str().map(uid);
+            Existing::Found(Box::new(object.clone()))
+        }
     };
     if let Err(why) = allowed(run.project.inventory_policy, &run.wanted.id, &existing) {
-        return Ok(error(why));
+        return Ok(error(why, object_uid));
     }
     let apply = Call::apply(apply_target(item, true), item.body(&run.wanted.id));
     let answer = run.call(apply).await?;
     if !answer.is_ok() {
-        return Ok(error(answer.words_about(&item.id)));
+        return Ok(error(answer.words_about(&item.id), object_uid));
     }
     let after = match answer.json() {
         Ok(after) => after,
-        Err(why) => return Ok(error(why)),
+        Err(why) => return Ok(error(why, object_uid)),
     };
-    let object_uid = before.as_ref().and_then(|object| object["metadata"]["uid"].as_str()).map(uid);
     let action = if before.is_some() { ChangeAction::Update } else { ChangeAction::Create };
-    if before.as_ref().is_some_and(|before| text::is_same(before, &after)) {
-        return Ok((None, object_uid));
-    }
-    let text = text::diff(&item.id, before.as_ref(), Some(&after));
-    Ok((Some((action, text, String::new())), object_uid))
+    let text = texts.diff(&item.id, before, Some(after)).await;
+    Ok((text.map(|text| (action, text, String::new())), object_uid))
 }
 
 /// Says what would be pruned.
@@ -297,6 +381,7 @@ async fn pruned(
     api: &Api,
     candidates: &Candidates,
     mut protected: Protected,
+    texts: &Texts,
     deadline: Instant,
 ) -> Result<Vec<Change>, Outcome> {
     let mut order: Vec<&ObjectId> = candidates.objects.keys().collect();
@@ -318,7 +403,8 @@ async fn pruned(
                     Some(path) => run.call(Call::get(path.object, None)).await?.json().ok(),
                     None => None,
                 };
-                change(ChangeAction::Prune, text::diff(id, object.as_ref(), None), String::new())
+                let text = texts.diff(id, object, None).await.unwrap_or_default();
+                change(ChangeAction::Prune, text, String::new())
             }
             // Objects that are gone are no change.
             Verdict::Forget { exists: false, .. } => continue,

@@ -87,10 +87,19 @@ impl Wanted {
     /// Returns that of the template, or the default one.
     ///
     /// # Errors
-    /// A text for people: the template is one of another project.
+    /// A text for people: the template is one of another project, or the inventory would be outside of the
+    /// agent's namespaces.
     pub(crate) fn new(project: &Project, template: Option<&Manifest>) -> Result<Self, String> {
         let own = project.default_inventory_id();
+        let is_outside =
+            |namespace: &str| project.namespaces.as_ref().is_some_and(|all| !all.contains(namespace));
         let Some(template) = template else {
+            if is_outside(&project.default_namespace) {
+                return Err(format!(
+                    "the inventory would be in the namespace {}, which is outside the agent's namespaces",
+                    project.default_namespace
+                ));
+            }
             let mut metadata = Map::new();
             metadata.insert("labels".to_owned(), json!({ ID_LABEL: own }));
             let (namespace, name) = (project.default_namespace.clone(), project.default_inventory_name());
@@ -118,6 +127,12 @@ impl Wanted {
             "" => project.default_namespace.clone(),
             namespace => namespace.to_owned(),
         };
+        if is_outside(&namespace) {
+            return Err(format!(
+                "{}:{}: the inventory template is in the namespace {namespace}, which is outside the agent's namespaces",
+                template.file, template.line
+            ));
+        }
         Ok(Self { id, namespace, name: template.id.name.as_ref().to_owned(), metadata })
     }
 

@@ -90,6 +90,7 @@ pub struct Set {
     pub(crate) commit: Arc<str>,
     pub(crate) objects: Vec<Manifest>,
     pub(crate) template: Option<Manifest>,
+    pub(crate) weight: usize,
 }
 
 impl Set {
@@ -101,6 +102,12 @@ impl Set {
     /// The objects in the order of the files, without inventory templates.
     pub fn objects(&self) -> &[Manifest] {
         &self.objects
+    }
+
+    /// How much the set counts as work, in bytes: the size of its files, their aliases expanded, or that of
+    /// usual files which take as much memory. Short values take much more memory than their bytes.
+    pub fn weight(&self) -> usize {
+        self.weight
     }
 
     /// The inventory template: the object with the label of an inventory.

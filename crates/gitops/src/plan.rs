@@ -1,6 +1,6 @@
 //! From a set and the kinds of a cluster to what is applied where, and in which order.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -37,8 +37,10 @@ pub(crate) struct Item<'a> {
     pub(crate) key: String,
     pub(crate) manifest: &'a Manifest,
     pub(crate) path: Path,
-    /// Whether its kind comes with a definition of this set.
+    /// Whether its kind, or its version of the kind, comes with a definition of this set.
     pub(crate) defined_here: bool,
+    /// Where it can be read although its own version is not served yet: in another version.
+    pub(crate) served: Option<Path>,
 }
 
 /// An object that cannot be applied.
@@ -135,21 +137,47 @@ pub(crate) fn plan<'a>(
             ));
         }
         let path = Path::new(&id, version, plural);
-        plan.items.push(Item { id, key, manifest, path, defined_here });
+        let served = match api.lookup(&id.group, None, &id.kind) {
+            Lookup::Found(resource) if defined_here && resource.namespaced == namespaced => {
+                Some(Path::new(&id, &resource.version, &resource.plural))
+            }
+            _ => None,
+        };
+        plan.items.push(Item { id, key, manifest, path, defined_here, served });
     }
     plan.items.sort_by_cached_key(|item| order::rank(&item.id));
     Ok(plan)
 }
 
+/// The objects of a plan, to look up what of an inventory is among them.
+#[derive(Debug, Default)]
+pub(crate) struct Names<'p> {
+    /// Keys of what is applied.
+    keys: BTreeSet<&'p str>,
+    /// The namespaces of what cannot be applied, by group, kind and name.
+    failed: HashMap<(&'p str, &'p str, &'p str), BTreeSet<&'p str>>,
+}
+
 impl Plan<'_> {
+    /// Returns the objects of the plan.
+    pub(crate) fn names(&self) -> Names<'_> {
+        let keys = self.items.iter().map(|item| item.key.as_str()).collect();
+        let mut names = Names { keys, ..Names::default() };
+        for Unplanned { id, .. } in &self.failed {
+            names.failed.entry((&id.group, &id.kind, &id.name)).or_default().insert(&id.namespace);
+        }
+        names
+    }
+}
+
+impl Names<'_> {
     /// Whether an object is in the set, or may be: one that could not be planned may lack its namespace.
-    pub(crate) fn names(&self, id: &ObjectId, known: &BTreeSet<&str>, key: &str) -> bool {
-        known.contains(key)
-            || self.failed.iter().any(|failed| {
-                order::same_kind(&failed.id, id)
-                    && failed.id.name == id.name
-                    && (failed.id.namespace.is_empty() || failed.id.namespace == id.namespace)
-            })
+    pub(crate) fn contain(&self, id: &ObjectId, key: &str) -> bool {
+        self.keys.contains(key)
+            || self
+                .failed
+                .get(&(&*id.group, &*id.kind, &*id.name))
+                .is_some_and(|namespaces| namespaces.contains("") || namespaces.contains(&*id.namespace))
     }
 }
 
@@ -209,8 +237,55 @@ impl Item<'_> {
         body.to_string().into()
     }
 
+    /// The version in its manifest.
+    pub(crate) fn version(&self) -> &str {
+        self.manifest.api_version.rsplit('/').next().unwrap_or_default()
+    }
+
+    /// Where it can be read now; `None`: its kind is not served, so it is not there.
+    pub(crate) fn readable(&self) -> Option<&Path> {
+        if self.defined_here { self.served.as_ref() } else { Some(&self.path) }
+    }
+
     /// Its file and line.
     pub(crate) fn place(&self) -> (std::sync::Arc<str>, u32) {
         (self.manifest.file.clone(), self.manifest.line)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn names_hold_what_could_not_be_planned_with_and_without_its_namespace() {
+        let manifest = |id: &ObjectId| Manifest {
+            id: id.clone(),
+            api_version: "v1".into(),
+            body: Value::Null,
+            file: "a".into(),
+            line: 1,
+        };
+        // Enough that a look at each for each would take minutes.
+        let ids: Vec<ObjectId> = (0..100_000)
+            .map(|at| ObjectId::new("g", "K", if at % 2 == 0 { "" } else { "n" }, &format!("o{at}")))
+            .collect();
+        let manifests: Vec<Manifest> = ids.iter().map(manifest).collect();
+        let failed = ids.iter().zip(&manifests);
+        let failed = failed.map(|(id, manifest)| Unplanned { id: id.clone(), manifest, why: String::new() });
+        let plan = Plan { failed: failed.collect(), ..Plan::default() };
+        let names = plan.names();
+        let mut found = [0, 0, 0];
+        for id in &ids {
+            for (at, namespace) in ["", "n", "m"].into_iter().enumerate() {
+                let id = ObjectId { namespace: Arc::from(namespace), ..id.clone() };
+                found[at] += usize::from(names.contain(&id, "no key"));
+            }
+            let other = ObjectId { kind: "L".into(), ..id.clone() };
+            assert!(!names.contain(&other, "no key"));
+        }
+        assert_eq!(found, [50_000, 100_000, 50_000]);
     }
 }

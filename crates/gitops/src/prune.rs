@@ -23,7 +23,7 @@ use crate::{
     object::ObjectId,
     order::{rank, same_kind},
     path::Path,
-    plan::defines,
+    plan::{Plan, defines},
     progress::{Action, Outcome, Phase},
     run::{Fence, Run},
 };
@@ -56,9 +56,36 @@ pub(crate) struct Protected {
     pub(crate) kinds: BTreeSet<(String, String)>,
     /// Uids of objects of the set.
     pub(crate) uids: HashSet<u128>,
+    /// Kind, namespace and name of objects of the set whose uid is not known.
+    unread: HashSet<(Arc<str>, Arc<str>, Arc<str>)>,
 }
 
 impl Protected {
+    /// What the objects of a plan protect, and the inventory in its namespace.
+    pub(crate) fn by_plan(run: &Run<'_>, plan: &Plan<'_>) -> Self {
+        let mut protected = Self::default();
+        protected.namespaces.insert(run.wanted.namespace.clone());
+        for item in &plan.items {
+            protected.keep(&item.id);
+        }
+        for failed in &plan.failed {
+            protected.keep(&failed.id);
+            protected.keep_unread(&failed.id);
+            if failed.id.namespace.is_empty() {
+                // It may be an object of the cluster, or have the default namespace.
+                let namespace = run.project.default_namespace.as_str();
+                protected.namespaces.insert(namespace.to_owned());
+                protected.keep_unread(&ObjectId { namespace: namespace.into(), ..failed.id.clone() });
+            }
+        }
+        protected
+    }
+
+    /// An object of the set stays, of which the uid is not known: it may be served in another group, too.
+    pub(crate) fn keep_unread(&mut self, id: &ObjectId) {
+        self.unread.insert((id.kind.clone(), id.namespace.clone(), id.name.clone()));
+    }
+
     /// An object stays.
     pub(crate) fn keep(&mut self, id: &ObjectId) {
         if !id.namespace.is_empty() {
@@ -141,6 +168,10 @@ pub(crate) fn judge(run: &Run<'_>, id: &ObjectId, object: &Value, protected: &Pr
     if protected.uids.contains(&uid(object_uid)) {
         let why = "it is the same object as one that was applied in another group".to_owned();
         return Verdict::Forget { why, exists: true };
+    }
+    if protected.unread.contains(&(id.kind.clone(), id.namespace.clone(), id.name.clone())) {
+        let why = "it may be the same object as one of the set in another group, which could not be read";
+        return Verdict::Keep(why.to_owned());
     }
     let (object_uid, version) = (object_uid.to_owned(), version.to_owned());
     if let Some((name, value)) = KEEP.iter().find(|(name, value)| metadata["annotations"][*name] == *value) {

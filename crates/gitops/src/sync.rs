@@ -11,7 +11,7 @@ use crate::{
     engine::{PruneWhen, Sync},
     existing::{self, Existing},
     inventory::{self, Inventory},
-    memory::{Memory, uid},
+    memory::Memory,
     object::{ObjectId, Set},
     path::segment,
     plan::{Plan, plan},
@@ -21,7 +21,8 @@ use crate::{
     run::{Fence, Run, delete_inventory},
 };
 
-/// Plans a set. If a kind is unknown, the cluster is asked anew.
+/// Plans a set. If a kind is unknown, or not known to be served, the cluster is asked anew: what exists of a
+/// kind can only be read if the kind is known.
 pub(crate) async fn planned<'s>(
     run: &Run<'_>,
     project: &Project,
@@ -29,7 +30,7 @@ pub(crate) async fn planned<'s>(
 ) -> Result<(Arc<Api>, Plan<'s>), Outcome> {
     let api = run.api(false).await?;
     let first = plan(project, set, &api, &run.wanted).map_err(Outcome::Refused)?;
-    if first.failed.is_empty() {
+    if first.failed.is_empty() && !first.items.iter().any(|item| item.defined_here) {
         return Ok((api, first));
     }
     let api = run.api(true).await?;
@@ -77,16 +78,9 @@ pub(crate) async fn sync(run: &Run<'_>, sync: &Sync<'_>, memory: &mut Memory) ->
     if size > inventory::MAX_BYTES {
         return Err(Outcome::Refused(format!("inventory would have {size} bytes: split the project")));
     }
-    let in_set: BTreeSet<&str> = plan.items.iter().map(|item| item.key.as_str()).collect();
-    let mut protected = Protected::default();
-    protected.namespaces.insert(run.wanted.namespace.clone());
-    for item in &plan.items {
-        protected.keep(&item.id);
-    }
-    for failed in &plan.failed {
-        protected.keep(&failed.id);
-    }
-    let candidates = prune::candidates(&old, |id, key| plan.names(id, &in_set, key), &mut protected);
+    let names = plan.names();
+    let mut protected = Protected::by_plan(run, &plan);
+    let candidates = prune::candidates(&old, |id, key| names.contain(id, key), &mut protected);
     run.set_to_prune(candidates.objects.len());
     if project.dry_run != DryRun::None {
         return dry_run(run, &api, &plan, &candidates, protected, memory).await;
@@ -125,7 +119,10 @@ async fn finish(
         PruneWhen::Now => true,
     };
     if waiting > 0 && may_prune {
-        protected.uids = memory.objects.values().map(|record| record.live.uid).collect();
+        protected.uids = memory.objects.values().map(|record| record.live.uid).chain(applied.uids).collect();
+        for id in &applied.unread {
+            protected.keep_unread(id);
+        }
         // Definitions may have come or gone since the plan was made.
         let api = run.api(true).await?;
         let pruned = prune::prune(run, &api, candidates, protected, fence, Some(&sync.set.commit)).await?;
@@ -211,13 +208,10 @@ async fn dry_run(
 ) -> Result<Outcome, Outcome> {
     // What is learned in a dry run is not what is in the cluster.
     let mut scratch = memory.clone();
-    apply::apply(run, plan, &crate::engine::Scope::All, &mut scratch).await?;
-    let existing = plan.items.iter().filter(|item| !item.defined_here);
-    let existing = existing.map(|item| (item.id.clone(), item.path.clone())).collect();
-    for found in existing::read(&run.caller, run, existing).await?.into_values() {
-        if let Existing::Found(object) = found {
-            protected.uids.insert(uid(object["metadata"]["uid"].as_str().unwrap_or_default()));
-        }
+    let applied = apply::apply(run, plan, &crate::engine::Scope::All, &mut scratch).await?;
+    protected.uids.extend(applied.uids);
+    for id in &applied.unread {
+        protected.keep_unread(id);
     }
     run.phase(Phase::Pruning);
     for id in candidates.objects.keys() {

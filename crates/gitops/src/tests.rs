@@ -3,6 +3,7 @@
 mod checker;
 mod fake;
 mod faults;
+mod groups;
 mod steps;
 
 use std::{sync::Arc, time::Duration};

@@ -13,7 +13,7 @@ use crate::{
     manifests::LoadError,
     planners::{ControlError, Planners},
     source::SourceError,
-    task::message,
+    task::{cut, message},
 };
 
 /// How long a diff may take.
@@ -111,15 +111,15 @@ impl Planners {
             }
         };
         let loaded = loaded.map_err(|error| match error {
-            LoadError::Flawed(text) => ControlError::Wrong(text),
+            LoadError::Flawed(text) => ControlError::Wrong(cut(text)),
             LoadError::Gone => ControlError::Wrong("the commit does not exist any more".to_owned()),
-            LoadError::Unavailable(text) => ControlError::Failed(text),
+            LoadError::Unavailable(text) => ControlError::Failed(cut(text)),
         })?;
         let options = DiffOptions { prune: opened.entry.project.prune, timeout: WITHIN };
         let diff = opened.engine.diff(&opened.entry.project, &loaded.set, &options).await;
         diff.map_err(|error| match error {
-            DiffError::Refused(text) => ControlError::Wrong(text),
-            DiffError::Unreachable(text) => ControlError::Failed(text),
+            DiffError::Refused(text) => ControlError::Wrong(cut(text)),
+            DiffError::Unreachable(text) => ControlError::Failed(cut(text)),
         })
     }
 

@@ -113,23 +113,21 @@ impl Loader {
         limits: &ReadLimits,
     ) -> Result<Loaded, LoadError> {
         let paths = list(repository, commit, globs, limits).await?;
-        // Decoded manifests take more memory than their files, but in proportion.
-        let kib = |bytes: u64| u32::try_from(bytes.div_ceil(1024)).unwrap_or(ROOM).clamp(1, ROOM);
-        // The semaphore is never closed.
-        let mut room = Arc::clone(&self.room).acquire_many_owned(kib(limits.total)).await.ok();
-        let (files, total) = self.read(name, repository, commit, &paths, limits).await?;
-        if let Some(room) = &mut room {
-            drop(room.split(room.num_permits().saturating_sub(kib(total) as usize)));
-        }
         let bounds = Limits {
             file: usize::try_from(limits.file).unwrap_or(usize::MAX),
             total: usize::try_from(limits.total).unwrap_or(usize::MAX),
             ..Limits::default()
         };
+        // The semaphore is never closed.
+        let mut room = Arc::clone(&self.room).acquire_many_owned(kib(bounds.weight())).await.ok();
+        let files = self.read(name, repository, commit, &paths, limits).await?;
         let commit = commit.to_string();
         let decoded = tokio::task::spawn_blocking(move || decode(&commit, &files, &bounds)).await;
         match decoded {
-            Ok(Ok(set)) => Ok(Loaded { set, _room: room }),
+            Ok(Ok(set)) => {
+                shrink(&mut room, &set);
+                Ok(Loaded { set, _room: room })
+            }
             Ok(Err(flaws)) => Err(LoadError::Flawed(flaws.to_string())),
             Err(error) => Err(LoadError::Unavailable(format!("decoding the manifests failed: {error}"))),
         }
@@ -151,18 +149,21 @@ impl Loader {
                 format!("all files together have {total} bytes; at most {} are accepted", limits.total);
             return Err(LoadError::Flawed(text));
         }
-        let kib = u32::try_from(total.div_ceil(1024)).unwrap_or(ROOM).clamp(1, ROOM);
-        let room = Arc::clone(&self.room).acquire_many_owned(kib).await.ok();
+        let bounds = Limits::default();
+        let mut room = Arc::clone(&self.room).acquire_many_owned(kib(bounds.weight())).await.ok();
         let commit = commit.to_owned();
-        let decoded = tokio::task::spawn_blocking(move || decode(&commit, &files, &Limits::default())).await;
+        let decoded = tokio::task::spawn_blocking(move || decode(&commit, &files, &bounds)).await;
         match decoded {
-            Ok(Ok(set)) => Ok(Loaded { set, _room: room }),
+            Ok(Ok(set)) => {
+                shrink(&mut room, &set);
+                Ok(Loaded { set, _room: room })
+            }
             Ok(Err(flaws)) => Err(LoadError::Flawed(flaws.to_string())),
             Err(error) => Err(LoadError::Unavailable(format!("decoding the manifests failed: {error}"))),
         }
     }
 
-    /// Returns the files and their size.
+    /// Returns the files.
     async fn read(
         &self,
         name: &Arc<str>,
@@ -170,7 +171,7 @@ impl Loader {
         commit: &Commit,
         listed: &[Listed],
         limits: &ReadLimits,
-    ) -> Result<(Vec<File>, u64), LoadError> {
+    ) -> Result<Vec<File>, LoadError> {
         let mut contents: Vec<Option<Bytes>> = listed.iter().map(|entry| self.get(name, entry.id)).collect();
         let missing: Vec<usize> =
             contents.iter().enumerate().filter(|(_, content)| content.is_none()).map(|(at, _)| at).collect();
@@ -211,7 +212,20 @@ impl Loader {
             }
             files.push(File { path: path.into(), content });
         }
-        Ok((files, total))
+        Ok(files)
+    }
+}
+
+/// Returns how many permits a set needs. Decoded manifests take more memory than their files, but in
+/// proportion to their weight.
+fn kib(weight: usize) -> u32 {
+    u32::try_from(weight.div_ceil(1024)).unwrap_or(ROOM).clamp(1, ROOM)
+}
+
+/// Gives back the permits that a decoded set does not need.
+fn shrink(room: &mut Option<OwnedSemaphorePermit>, set: &Set) {
+    if let Some(room) = room {
+        drop(room.split(room.num_permits().saturating_sub(kib(set.weight()) as usize)));
     }
 }
 

@@ -632,7 +632,8 @@ fn is_wrong(object: &gitops::ObjectReport) -> bool {
         || object.file.is_some() && !matches!(object.health, Health::Current | Health::Unknown)
 }
 
-fn cut(mut text: String) -> String {
+/// Cuts a text for people.
+pub(crate) fn cut(mut text: String) -> String {
     if text.len() > LONGEST {
         let end = (0..=LONGEST).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
         text.truncate(end);

@@ -6,7 +6,7 @@ use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, MapAccess, Seq
 use serde_json::{Map, Number, Value};
 
 use super::{
-    Room,
+    LIST, MAPPING, Room, VALUE,
     yaml::{Document, Wrong},
 };
 
@@ -61,6 +61,10 @@ struct Strict<'a, 'r> {
 }
 
 impl Strict<'_, '_> {
+    fn take<E: de::Error>(self, memory: usize) -> Result<(), E> {
+        self.room.borrow_mut().take(memory).map_err(E::custom)
+    }
+
     fn inner<E: de::Error>(self) -> Result<Self, E> {
         self.room.borrow().deep(self.depth + 1).map_err(E::custom)?;
         Ok(Self { room: self.room, depth: self.depth + 1 })
@@ -71,7 +75,7 @@ impl<'de> DeserializeSeed<'de> for Strict<'_, '_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
-        self.room.borrow_mut().node().map_err(de::Error::custom)?;
+        self.take(VALUE)?;
         deserializer.deserialize_any(self)
     }
 }
@@ -103,16 +107,19 @@ impl<'de> Visitor<'de> for Strict<'_, '_> {
         Number::from_f64(value).map(Value::Number).ok_or_else(|| E::custom("a number without a finite value"))
     }
 
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Value, E> {
+        self.take(value.len())?;
         Ok(Value::String(value.to_owned()))
     }
 
-    fn visit_string<E>(self, value: String) -> Result<Value, E> {
+    fn visit_string<E: de::Error>(self, value: String) -> Result<Value, E> {
+        self.take(value.len())?;
         Ok(Value::String(value))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
         let inner = self.inner::<A::Error>()?;
+        self.take(LIST)?;
         let mut list = Vec::new();
         while let Some(value) = items.next_element_seed(inner)? {
             list.push(value);
@@ -122,8 +129,10 @@ impl<'de> Visitor<'de> for Strict<'_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         let inner = self.inner::<A::Error>()?;
+        self.take(MAPPING)?;
         let mut map = Map::new();
         while let Some(key) = entries.next_key_seed(Key)? {
+            self.take(VALUE + key.len())?;
             if map.contains_key(&key) {
                 return Err(de::Error::custom(format!("the key {key:?} twice in one mapping")));
             }

@@ -137,7 +137,7 @@ fn aliases_and_merges_are_expanded() {
 
 #[test]
 fn aliases_count_as_what_they_expand_to() {
-    let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
+    let mut bomb = format!("a0: &a0 [{}]\n", vec!["x".repeat(100); 10].join(","));
     for level in 1..12 {
         let inner = vec![format!("*a{}", level - 1); 10].join(",");
         bomb.push_str(&format!("a{level}: &a{level} [{inner}]\n"));
@@ -150,6 +150,52 @@ fn aliases_count_as_what_they_expand_to() {
         deep.push_str(&format!("a{level}: &a{level} [*a{}]\n", level - 1));
     }
     assert_eq!(self::flaws(&deep), ["a.yaml:64: more than 64 mappings and lists inside each other"]);
+}
+
+const MEMORY: &str = "the values of all files together, aliases expanded, take more than 240 MiB of memory";
+
+#[test]
+fn aliases_count_as_the_memory_of_what_they_expand_to() {
+    let list = format!("[{}]", vec!["''"; 10_000].join(","));
+    let aliases = format!("[{}]", vec!["*a"; 500].join(","));
+    let text = format!("a: &a {list}\nb: {aliases}\n");
+    assert!(text.len() < 32 << 10);
+    let files: Vec<File> = (0..4).map(|at| file(&format!("{at}.yaml"), &text)).collect();
+    let flaws = decode("c", &files, &Limits::default()).unwrap_err();
+    assert_eq!(flaws.0[0].to_string(), format!("0.yaml:2: {MEMORY}"));
+    // Each file is small enough alone, and what all of them take is counted.
+    let text = |name: &str| {
+        format!("{}a: &a {list}\nb: [*a,*a,*a]\n", A.replace("name: a", &format!("name: {name}")))
+    };
+    let set = decode("c", &[file("a", &text("a")), file("b", &text("b"))], &Limits::default()).unwrap();
+    // The anchor is kept besides its list: 5 lists a file.
+    assert!((2 * 5 * 10_000 * VALUE / MEMORY_PER_BYTE..Limits::default().weight()).contains(&set.weight()));
+    let one = decode("c", &[file("a", A)], &Limits::default()).unwrap();
+    assert!((A.len()..A.len() * 4).contains(&one.weight()), "{}", one.weight());
+}
+
+#[test]
+fn short_mappings_and_lists_count_as_their_memory() {
+    for (value, count) in [("{\"a\":0}", 430_000), ("[0]", 650_000)] {
+        let list = vec![value; count].join(",");
+        let flaws = flaws(&format!("{{\"a\":[{list}]}}"));
+        assert_eq!(flaws, [format!("a.yaml:1: {MEMORY}")], "{value}");
+    }
+    // YAML counts as JSON does.
+    let list = |value: &str| format!("[{}]", vec![value; 1_000].join(","));
+    let (mappings, lists) = (list("{a: 0}"), list("[0]"));
+    let weight = |more: &str| set(&format!("{A}{more}\n")).weight();
+    assert!(weight(&format!("x: {mappings}")) > 1_000 * (3 * VALUE + MAPPING) / MEMORY_PER_BYTE);
+    assert!(weight(&format!("x: {lists}")) > 1_000 * (2 * VALUE + LIST) / MEMORY_PER_BYTE);
+}
+
+#[test]
+fn the_reason_of_a_flaw_is_cut() {
+    let key = "\u{e4}".repeat(100_000);
+    let found = flaws(&format!("{{\"{key}\": 1, \"{key}\": 2}}"));
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].chars().count(), "a.yaml:1: ".len() + LONGEST_REASON);
+    assert!(found[0].starts_with("a.yaml:1: the key \"\u{e4}\u{e4}"));
 }
 
 #[test]

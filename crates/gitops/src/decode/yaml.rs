@@ -10,7 +10,7 @@ use granit_parser::{Event, Parser, ScalarStyle, Tag};
 use serde_json::{Map, Value};
 
 use super::{
-    Room,
+    LIST, MAPPING, Room, VALUE,
     scalar::{self, Scalar},
 };
 
@@ -45,20 +45,34 @@ enum Open {
     List(Vec<Value>),
 }
 
+/// How much a node is, with everything inside.
+#[derive(Clone, Copy)]
+struct Extent {
+    /// Bytes.
+    size: usize,
+    /// Bytes of memory.
+    memory: usize,
+    /// How many mappings and lists are inside each other.
+    depth: usize,
+}
+
+impl Extent {
+    fn of_scalar(text: &str) -> Self {
+        Self { size: text.len() + 1, memory: VALUE + text.len(), depth: 0 }
+    }
+}
+
 struct Frame {
     open: Open,
     line: u32,
     anchor: usize,
-    /// The bytes of everything inside, and how deep that is.
-    size: usize,
-    depth: usize,
+    extent: Extent,
 }
 
 /// A node that an alias may name.
 struct Anchored {
     value: Value,
-    size: usize,
-    depth: usize,
+    extent: Extent,
 }
 
 struct Composer<'a> {
@@ -95,8 +109,8 @@ impl<'a> Composer<'a> {
                     }
                 }
                 Event::Scalar(text, style, anchor, tag) => {
-                    self.room.node().map_err(wrong)?;
-                    let size = text.len() + 1;
+                    let extent = Extent::of_scalar(&text);
+                    self.room.take(extent.memory).map_err(wrong)?;
                     let tag = tag.as_deref().map(tag_name);
                     let plain = style == ScalarStyle::Plain;
                     // Only a plain `<<` merges.
@@ -108,27 +122,28 @@ impl<'a> Composer<'a> {
                     if self.wants_key() {
                         let key = resolved.into_key().map_err(wrong)?;
                         if anchor != 0 {
-                            self.anchor(anchor, &Value::String(key.clone()), size, 0).map_err(wrong)?;
+                            self.anchor(anchor, &Value::String(key.clone()), extent).map_err(wrong)?;
                         }
-                        self.grow(size, 0);
+                        self.grow(extent);
                         self.key(key, at, false)?;
                     } else {
-                        self.value(resolved.into_value(), at, anchor, size, 0)?;
+                        self.value(resolved.into_value(), at, anchor, extent)?;
                     }
                 }
                 Event::MappingStart(_, anchor, _) | Event::SequenceStart(_, anchor, _) => {
-                    self.room.node().map_err(wrong)?;
                     if self.wants_key() {
                         return Err(wrong("a key must be a text, not a mapping or a list".to_owned()));
                     }
                     self.room.deep(self.stack.len() + 1).map_err(wrong)?;
-                    let open = match event {
+                    let (open, memory) = match event {
                         Event::MappingStart(..) => {
-                            Open::Map { map: Map::new(), key: None, merged: Vec::new() }
+                            (Open::Map { map: Map::new(), key: None, merged: Vec::new() }, MAPPING)
                         }
-                        _ => Open::List(Vec::new()),
+                        _ => (Open::List(Vec::new()), LIST),
                     };
-                    self.stack.push(Frame { open, line: at, anchor, size: 2, depth: 1 });
+                    let extent = Extent { size: 2, memory: VALUE + memory, depth: 1 };
+                    self.room.take(extent.memory).map_err(wrong)?;
+                    self.stack.push(Frame { open, line: at, anchor, extent });
                 }
                 Event::MappingEnd | Event::SequenceEnd => {
                     let Some(frame) = self.stack.pop() else { continue };
@@ -144,24 +159,25 @@ impl<'a> Composer<'a> {
                             Value::Object(map)
                         }
                     };
-                    self.value(value, frame.line, frame.anchor, frame.size, frame.depth)?;
+                    self.value(value, frame.line, frame.anchor, frame.extent)?;
                 }
                 Event::Alias(anchor) => {
-                    let Some(Anchored { value, size, depth }) = self.anchors.get(&anchor) else {
+                    let Some(Anchored { value, extent }) = self.anchors.get(&anchor) else {
                         return Err(wrong("an alias inside of what it names".to_owned()));
                     };
-                    let (size, depth) = (*size, *depth);
-                    self.room.grow(size).map_err(wrong)?;
-                    self.room.deep(self.stack.len() + depth).map_err(wrong)?;
+                    let extent = *extent;
+                    self.room.grow(extent.size).map_err(wrong)?;
+                    self.room.take(extent.memory).map_err(wrong)?;
+                    self.room.deep(self.stack.len() + extent.depth).map_err(wrong)?;
                     let value = value.clone();
                     if self.wants_key() {
                         let Value::String(key) = value else {
                             return Err(wrong("a key must be a text".to_owned()));
                         };
-                        self.grow(size, 0);
+                        self.grow(extent);
                         self.key(key, at, false)?;
                     } else {
-                        self.value(value, at, 0, size, depth)?;
+                        self.value(value, at, 0, extent)?;
                     }
                 }
                 _ => {}
@@ -187,34 +203,29 @@ impl<'a> Composer<'a> {
         Ok(())
     }
 
-    /// Adds to the size and depth of the innermost open collection.
-    fn grow(&mut self, size: usize, depth: usize) {
-        if let Some(frame) = self.stack.last_mut() {
-            frame.size = frame.size.saturating_add(size);
-            frame.depth = frame.depth.max(depth + 1);
+    /// Adds to the extent of the innermost open collection.
+    fn grow(&mut self, inner: Extent) {
+        if let Some(Frame { extent, .. }) = self.stack.last_mut() {
+            extent.size = extent.size.saturating_add(inner.size);
+            extent.memory = extent.memory.saturating_add(inner.memory);
+            extent.depth = extent.depth.max(inner.depth + 1);
         }
     }
 
-    fn anchor(&mut self, anchor: usize, value: &Value, size: usize, depth: usize) -> Result<(), String> {
+    fn anchor(&mut self, anchor: usize, value: &Value, extent: Extent) -> Result<(), String> {
         // Anchors inside anchors are kept several times.
-        self.room.grow(size)?;
-        self.anchors.insert(anchor, Anchored { value: value.clone(), size, depth });
+        self.room.grow(extent.size)?;
+        self.room.take(extent.memory)?;
+        self.anchors.insert(anchor, Anchored { value: value.clone(), extent });
         Ok(())
     }
 
     /// Puts a complete node into what is open, or makes it the root.
-    fn value(
-        &mut self,
-        value: Value,
-        line: u32,
-        anchor: usize,
-        size: usize,
-        depth: usize,
-    ) -> Result<(), Wrong> {
+    fn value(&mut self, value: Value, line: u32, anchor: usize, extent: Extent) -> Result<(), Wrong> {
         if anchor != 0 {
-            self.anchor(anchor, &value, size, depth).map_err(|reason| Wrong { line, reason })?;
+            self.anchor(anchor, &value, extent).map_err(|reason| Wrong { line, reason })?;
         }
-        self.grow(size, depth);
+        self.grow(extent);
         let in_items = match &self.stack[..] {
             [Frame { open: Open::Map { key: Some(key), .. }, .. }, _] => key == "items",
             _ => false,

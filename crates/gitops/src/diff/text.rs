@@ -1,6 +1,6 @@
 //! The text of a difference: YAML with sorted keys, as a unified diff. Of a Secret only the names of keys.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::{borrow::Cow, collections::BTreeMap, fmt::Write as _};
 
 use serde_json::Value;
 use similar::TextDiff;
@@ -19,6 +19,13 @@ const CONTEXT: usize = 3;
 
 /// The longest diff of an object, in bytes: CRDs have a megabyte. The rest is left out, and that is said.
 const MAX_BYTES: usize = 256 << 10;
+
+/// The longest YAML of an object that is compared, in bytes. What is deep inside has far more bytes of YAML
+/// than of JSON.
+const MAX_YAML: usize = 2 << 20;
+
+/// What a diff ends with that was cut.
+const LEFT_OUT: &str = "(the rest of the diff is left out)\n";
 
 fn cleaned(object: &Value) -> Value {
     let mut object = object.clone();
@@ -44,7 +51,7 @@ pub(super) fn diff(id: &ObjectId, before: Option<&Value>, after: Option<&Value>)
         return keys_diff(before, after);
     }
     let yaml = |object: Option<&Value>| object.map(|object| yaml(&cleaned(object))).unwrap_or_default();
-    let (before, after) = (yaml(before), yaml(after));
+    let ((before, before_is_cut), (after, after_is_cut)) = (yaml(before), yaml(after));
     // A diff of two large objects that have nothing in common takes long; the result is then coarser.
     let diff =
         TextDiff::configure().timeout(std::time::Duration::from_millis(500)).diff_lines(&before, &after);
@@ -54,10 +61,22 @@ pub(super) fn diff(id: &ObjectId, before: Option<&Value>, after: Option<&Value>)
         .context_radius(CONTEXT)
         .header(&format!("a/{name}"), &format!("b/{name}"))
         .to_string();
-    match text.char_indices().find(|(at, _)| *at >= MAX_BYTES) {
-        Some((at, _)) => format!("{}\n(the rest of the diff is left out)\n", &text[..at]),
-        None => text,
+    cut(text, before_is_cut || after_is_cut)
+}
+
+/// Cuts a diff that is too long, and says so. `is_cut`: something is missing already.
+fn cut(mut text: String, is_cut: bool) -> String {
+    if text.len() > MAX_BYTES {
+        let end = (0..=MAX_BYTES).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+    } else if !is_cut {
+        return text;
     }
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    text.push_str(LEFT_OUT);
+    text
 }
 
 /// The names of keys that change: `+ data.token`, `- data.old`, `~ metadata.labels.app`.
@@ -78,7 +97,7 @@ fn keys_diff(before: Option<&Value>, after: Option<&Value>) -> String {
     for key in after.keys().filter(|key| !before.contains_key(*key)) {
         let _ = writeln!(text, "+ {key}");
     }
-    text
+    cut(text, false)
 }
 
 fn keys(object: Option<&Value>) -> BTreeMap<String, Value> {
@@ -115,66 +134,93 @@ fn keys(object: Option<&Value>) -> BTreeMap<String, Value> {
     keys
 }
 
-/// YAML with sorted keys. A text of several lines is a block, so that its lines are compared.
-fn yaml(value: &Value) -> String {
-    let mut text = String::new();
-    write_value(&mut text, value, 0);
-    text
+/// YAML with sorted keys, and whether it was cut at [`MAX_YAML`]. A text of several lines is a block, so that
+/// its lines are compared.
+fn yaml(value: &Value) -> (String, bool) {
+    let mut out = Yaml::default();
+    out.value(value, 0, false);
+    (out.text, out.is_full)
 }
 
-/// Writes a value that begins on a line of its own, indented by `indent` spaces.
-fn write_value(text: &mut String, value: &Value, indent: usize) {
-    match value {
-        Value::Object(map) if !map.is_empty() => {
-            let mut entries: Vec<_> = map.iter().collect();
-            entries.sort_unstable_by_key(|(key, _)| *key);
-            for (key, value) in entries {
-                let _ = write!(text, "{:indent$}{}:", "", scalar(key));
-                write_after(text, value, indent, false);
-            }
+/// Lines of YAML that end at [`MAX_YAML`].
+#[derive(Default)]
+struct Yaml {
+    text: String,
+    is_full: bool,
+}
+
+impl Yaml {
+    /// Writes a line, or what is missing of one that was begun: `begin` spaces, its parts and, if it is
+    /// complete, the end of the line.
+    fn put(&mut self, begin: usize, parts: &[&str], is_complete: bool) {
+        let new = parts.iter().fold(begin + 1, |sum, part| sum + part.len());
+        self.is_full |= self.text.len() + new > MAX_YAML;
+        if self.is_full {
+            return;
         }
-        Value::Array(list) if !list.is_empty() => {
-            for value in list {
-                let _ = write!(text, "{:indent$}-", "");
-                write_after(text, value, indent, true);
-            }
+        let _ = write!(self.text, "{:begin$}", "");
+        for part in parts {
+            self.text.push_str(part);
         }
-        value => {
-            let _ = writeln!(text, "{:indent$}{}", "", inline(value));
+        if is_complete {
+            self.text.push('\n');
         }
     }
-}
 
-/// Writes a value after its key or dash.
-fn write_after(text: &mut String, value: &Value, indent: usize, in_list: bool) {
-    match value {
-        Value::Object(map) if !map.is_empty() && in_list => {
-            // The first key is on the line of the dash.
-            let mut inner = String::new();
-            write_value(&mut inner, value, indent + 2);
-            let _ = write!(text, " {}", inner.trim_start_matches(' '));
-        }
-        Value::Object(map) if !map.is_empty() => {
-            text.push('\n');
-            write_value(text, value, indent + 2);
-        }
-        Value::Array(list) if !list.is_empty() => {
-            text.push('\n');
-            write_value(text, value, if in_list { indent + 2 } else { indent });
-        }
-        Value::String(string) if is_block(string) => {
-            text.push_str(if string.ends_with('\n') { " |\n" } else { " |-\n" });
-            let indent = indent + 2;
-            for line in string.strip_suffix('\n').unwrap_or(string).split('\n') {
-                if line.is_empty() {
-                    text.push('\n');
-                } else {
-                    let _ = writeln!(text, "{:indent$}{line}", "");
+    /// Writes a value that begins on a line of its own, indented by `indent` spaces. `begun`: its first line
+    /// is begun already.
+    fn value(&mut self, value: &Value, indent: usize, begun: bool) {
+        let mut begin = if begun { 0 } else { indent };
+        match value {
+            Value::Object(map) if !map.is_empty() => {
+                let mut entries: Vec<_> = map.iter().collect();
+                entries.sort_unstable_by_key(|(key, _)| *key);
+                for (key, value) in entries {
+                    if self.is_full {
+                        return;
+                    }
+                    self.put(begin, &[&scalar(key), ":"], false);
+                    self.after(value, indent, false);
+                    begin = indent;
                 }
             }
+            Value::Array(list) if !list.is_empty() => {
+                for value in list {
+                    if self.is_full {
+                        return;
+                    }
+                    self.put(begin, &["-"], false);
+                    self.after(value, indent, true);
+                    begin = indent;
+                }
+            }
+            value => self.put(begin, &[&inline(value)], true),
         }
-        value => {
-            let _ = writeln!(text, " {}", inline(value));
+    }
+
+    /// Writes a value after its key or dash.
+    fn after(&mut self, value: &Value, indent: usize, in_list: bool) {
+        match value {
+            Value::Object(map) if !map.is_empty() && in_list => {
+                // The first key is on the line of the dash.
+                self.put(1, &[], false);
+                self.value(value, indent + 2, true);
+            }
+            Value::Object(map) if !map.is_empty() => {
+                self.put(0, &[], true);
+                self.value(value, indent + 2, false);
+            }
+            Value::Array(list) if !list.is_empty() => {
+                self.put(0, &[], true);
+                self.value(value, if in_list { indent + 2 } else { indent }, false);
+            }
+            Value::String(string) if is_block(string) => {
+                self.put(1, &[if string.ends_with('\n') { "|" } else { "|-" }], true);
+                for line in string.strip_suffix('\n').unwrap_or(string).split('\n') {
+                    self.put(if line.is_empty() { 0 } else { indent + 2 }, &[line], true);
+                }
+            }
+            value => self.put(1, &[&inline(value)], true),
         }
     }
 }
@@ -187,15 +233,15 @@ fn is_block(text: &str) -> bool {
         && !text.chars().any(|c| c.is_control() && c != '\n' && c != '\t')
 }
 
-fn inline(value: &Value) -> String {
+fn inline(value: &Value) -> Cow<'_, str> {
     match value {
         Value::String(text) => scalar(text),
-        value => value.to_string(),
+        value => value.to_string().into(),
     }
 }
 
 /// A text, in quotes unless it surely is read as itself.
-fn scalar(text: &str) -> String {
+fn scalar(text: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | '/');
     let begins = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/');
     let is_word = matches!(
@@ -203,9 +249,9 @@ fn scalar(text: &str) -> String {
         "y" | "n" | "yes" | "no" | "on" | "off" | "true" | "false" | "null"
     );
     if begins && !is_word && text.chars().all(plain) {
-        text.to_owned()
+        text.into()
     } else {
-        Value::from(text).to_string()
+        Value::from(text).to_string().into()
     }
 }
 
@@ -225,7 +271,7 @@ mod tests {
             "e": "a: b",
         });
         assert_eq!(
-            yaml(&value),
+            yaml(&value).0,
             "a:\n- m: true\n  o: 1\n- text\n-\n  - 1\n  - 2\n- null\nb:\n  e: {}\n  l: []\n  x: \"yes\"\n  z: \"0644\"\n\
              c: |\n  one\n  two\n\n  three\nd: |-\n  one\n  two\ne: \"a: b\"\n"
         );
@@ -267,5 +313,26 @@ mod tests {
         let long = json!({ "data": (0..40_000).map(|at| format!("line {at}")).collect::<Vec<_>>() });
         let text = diff(&ObjectId::new("", "A", "", "b"), None, Some(&long));
         assert!(text.len() < MAX_BYTES + 100 && text.ends_with("(the rest of the diff is left out)\n"));
+    }
+
+    #[test]
+    fn the_yaml_of_a_deep_object_ends() {
+        // As JSON it has half a megabyte, and each of its lines would begin with 120 spaces.
+        let mut deep = Value::from(vec![0; 250_000]);
+        for _ in 0..60 {
+            deep = Value::from(vec![deep]);
+        }
+        let object = json!({ "data": deep });
+        let (text, is_cut) = yaml(&object);
+        assert!(is_cut && text.len() <= MAX_YAML, "{}", text.len());
+        let long = json!({ "data": "x".repeat(MAX_YAML) });
+        assert_eq!(yaml(&long), ("data:".to_owned(), true));
+        let id = ObjectId::new("", "A", "", "b");
+        assert!(diff(&id, None, Some(&object)).len() < MAX_BYTES + 100);
+        // A difference that is not compared is not said to be none.
+        assert_eq!(diff(&id, Some(&long), Some(&long)), LEFT_OUT);
+        let secret = json!({ "data": (0..40_000).map(|at| (format!("key{at}"), json!(""))).collect::<serde_json::Map<_, _>>() });
+        let text = diff(&ObjectId::new("", "Secret", "a", "b"), None, Some(&secret));
+        assert!(text.len() < MAX_BYTES + 100 && text.ends_with(LEFT_OUT));
     }
 }

@@ -69,19 +69,33 @@ struct Kind {
     plural: String,
     kind: String,
     namespaced: bool,
+    /// Where its objects are stored: the root of one of its versions, or of another group.
+    stored: String,
 }
 
 fn kind(group: &str, version: &str, plural: &str, kind: &str, namespaced: bool) -> Kind {
     let text = str::to_owned;
-    Kind { group: text(group), version: text(version), plural: text(plural), kind: text(kind), namespaced }
+    let stored = root(group, version);
+    Kind {
+        group: text(group),
+        version: text(version),
+        plural: text(plural),
+        kind: text(kind),
+        namespaced,
+        stored,
+    }
+}
+
+fn root(group: &str, version: &str) -> String {
+    match group {
+        "" => format!("/api/{version}"),
+        group => format!("/apis/{group}/{version}"),
+    }
 }
 
 impl Kind {
     fn root(&self) -> String {
-        match &*self.group {
-            "" => format!("/api/{}", self.version),
-            group => format!("/apis/{group}/{}", self.version),
-        }
+        root(&self.group, &self.version)
     }
 }
 
@@ -102,6 +116,12 @@ impl Server {
                 false,
             ),
             kind("metrics.k8s.io", "v1", "pods", "PodMetrics", true),
+            kind("networking.k8s.io", "v1", "ingresses", "Ingress", true),
+            // The same objects in another group.
+            Kind {
+                stored: root("networking.k8s.io", "v1"),
+                ..kind("extensions", "v1beta1", "ingresses", "Ingress", true)
+            },
         ];
         let state =
             State { objects: BTreeMap::new(), kinds, counter: 0, log: Vec::new(), stale: BTreeSet::new() };
@@ -237,15 +257,20 @@ impl State {
     fn define(&mut self, definition: &Value) {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let spec = &definition["spec"];
-        let new = Kind {
-            group: text(&spec["group"]),
-            version: text(&spec["versions"][0]["name"]),
-            plural: text(&spec["names"]["plural"]),
-            kind: text(&spec["names"]["kind"]),
-            namespaced: spec["scope"] == "Namespaced",
-        };
-        self.kinds.retain(|kind| kind.root() != new.root() || kind.plural != new.plural);
-        self.kinds.push(new);
+        let group = text(&spec["group"]);
+        let plural = text(&spec["names"]["plural"]);
+        let stored = root(&group, &text(&spec["versions"][0]["name"]));
+        self.kinds.retain(|kind| kind.group != group || kind.plural != plural);
+        for version in spec["versions"].as_array().into_iter().flatten() {
+            self.kinds.push(Kind {
+                group: group.clone(),
+                version: text(&version["name"]),
+                plural: plural.clone(),
+                kind: text(&spec["names"]["kind"]),
+                namespaced: spec["scope"] == "Namespaced",
+                stored: stored.clone(),
+            });
+        }
     }
 
     fn discovery(&self, core: bool) -> Value {
@@ -257,22 +282,25 @@ impl State {
             .into_iter()
             .map(|(group, kinds)| {
                 let stale = self.stale.contains(group);
-                let resources: Vec<Value> = kinds
-                    .iter()
-                    .filter(|_| !stale)
-                    .map(|kind| {
-                        json!({
+                let mut versions: BTreeMap<&str, Vec<Value>> = BTreeMap::new();
+                for kind in kinds {
+                    let resources = versions.entry(&kind.version).or_default();
+                    if !stale {
+                        resources.push(json!({
                             "resource": kind.plural,
                             "responseKind": { "group": group, "version": kind.version, "kind": kind.kind },
                             "scope": if kind.namespaced { "Namespaced" } else { "Cluster" },
-                        })
+                        }));
+                    }
+                }
+                let freshness = if stale { "Stale" } else { "Current" };
+                let versions: Vec<Value> = versions
+                    .into_iter()
+                    .map(|(version, resources)| {
+                        json!({ "version": version, "resources": resources, "freshness": freshness })
                     })
                     .collect();
-                json!({ "metadata": { "name": group }, "versions": [{
-                    "version": kinds[0].version,
-                    "resources": resources,
-                    "freshness": if stale { "Stale" } else { "Current" },
-                }] })
+                json!({ "metadata": { "name": group }, "versions": versions })
             })
             .collect();
         json!({ "kind": "APIGroupDiscoveryList", "items": items })
@@ -305,7 +333,7 @@ impl State {
                 (false, [plural, name]) if *plural == kind.plural => (1, Some(*name)),
                 _ => return None,
             };
-            let collection = format!("{}/{}", kind.root(), parts[..collection_parts].join("/"));
+            let collection = format!("{}/{}", kind.stored, parts[..collection_parts].join("/"));
             let namespace = kind.namespaced.then(|| parts[1].to_owned());
             Some((kind.clone(), collection, namespace, name.map(str::to_owned)))
         });

@@ -435,6 +435,27 @@ async fn a_template_must_not_name_another_project() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_inventory_outside_the_agents_namespaces_is_refused() {
+    let in_shop = template("t", "mine").replace("name: t,", "name: t, namespace: shop,");
+    let mut world = World::new(&(in_shop + &config_map("a")));
+    world.server.create("/api/v1/namespaces", json!({ "kind": "Namespace", "metadata": { "name": "shop" } }));
+    world.project.namespaces = Some(["default".to_owned()].into());
+    let report = world.sync().await;
+    let text =
+        "m.yaml:2: the inventory template is in the namespace shop, which is outside the agent's namespaces";
+    assert_eq!(report.outcome, Outcome::Refused(text.to_owned()));
+    let diff = world.engine.diff(&world.project, &world.repository.set(), &DiffOptions::default()).await;
+    assert_eq!(diff, Err(DiffError::Refused(text.to_owned())));
+    assert_eq!(world.server.log().len(), 0);
+    world.project.namespaces = Some(["shop".to_owned()].into());
+    world.repository.push("c2", &config_map("a"));
+    let report = world.sync().await;
+    let text = "the inventory would be in the namespace default, which is outside the agent's namespaces";
+    assert_eq!(report.outcome, Outcome::Refused(text.to_owned()));
+    assert_eq!(world.server.log().len(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn objects_outside_the_agents_namespaces_fail_and_are_not_pruned() {
     let mut world = World::new(FIRST);
     world.synced().await;
@@ -641,6 +662,24 @@ async fn a_diff_says_what_a_sync_would_do() {
     let world = World::new(&template("t", "1-2"));
     let refused = world.engine.diff(&world.project, &world.repository.set(), &DiffOptions::default()).await;
     assert!(matches!(refused, Err(DiffError::Refused(_))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_texts_of_a_diff_are_bounded_together() {
+    let long: String = (0..300).map(|at| format!("{at}{}, ", "x".repeat(1_000))).collect();
+    let content: String =
+        (0..80).map(|at| config_map(&format!("m{at}")) + &format!("data: [{long}]\n")).collect();
+    let world = World::new(&content);
+    let limits =
+        crate::decode::Limits { file: 32 << 20, total: 32 << 20, ..crate::decode::Limits::default() };
+    let file = crate::decode::File { path: "m.yaml".into(), content: content.into() };
+    let set = crate::decode::decode("c1", &[file], &limits).unwrap();
+    let diff = world.engine.diff(&world.project, &set, &DiffOptions::default()).await.unwrap();
+    assert_eq!(diff.changes.len(), 80);
+    let left_out = "(the diff is left out: all of them have more than 16 MiB)\n";
+    assert!(diff.changes.iter().any(|change| change.diff == left_out));
+    let bytes: usize = diff.changes.iter().map(|change| change.diff.len()).sum();
+    assert!((15 << 20..17 << 20).contains(&bytes), "{bytes}");
 }
 
 #[tokio::test(start_paused = true)]
