@@ -1,6 +1,6 @@
 //! The entry points.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use crate::{
     diff::{self, Diff, DiffError, DiffOptions},
@@ -83,6 +83,17 @@ impl Engine {
         let run = Run::new(self, project, wanted, Some(head), observer);
         let outcome = Box::pin(sync::destroy(&run)).await.unwrap_or_else(|end| end);
         run.finish("".into(), outcome)
+    }
+
+    /// Returns the ids of the inventories of a project in its `default_namespace`: the default one, and those
+    /// of templates, which no configuration names.
+    ///
+    /// # Errors
+    /// A text for people: the inventories cannot be read.
+    pub async fn inventory_ids(&self, project: &Project) -> Result<BTreeSet<String>, String> {
+        let wanted = Wanted::with_id(project, &project.default_inventory_id());
+        let run = Run::new(self, project, wanted, None, &ignore);
+        run.inventory_ids().await.map_err(|end| end.to_string())
     }
 
     /// Returns what a sync of the set would change. Nothing is written.

@@ -20,6 +20,10 @@ pub(crate) const COMMIT: &str = "kas/commit";
 /// second planner's next write fails.
 pub(crate) const FENCE: &str = "kas/fence";
 
+/// The annotation of an inventory that says which project writes it, as `<agent>-<project>`. Two projects
+/// whose templates have the same id would delete each other's objects.
+pub(crate) const PROJECT: &str = "kas/project";
+
 /// The longest inventory, in bytes. An object of etcd has at most 1.5 MiB, and a ConfigMap 1 MiB of data.
 pub(crate) const MAX_BYTES: usize = 900 << 10;
 
@@ -79,6 +83,8 @@ pub(crate) struct Wanted {
     pub(crate) namespace: String,
     /// The name of a new one. One that exists is found by its label.
     pub(crate) name: String,
+    /// What [`PROJECT`] says.
+    pub(crate) project: String,
     /// The metadata of a new one.
     metadata: Map<String, Value>,
 }
@@ -103,7 +109,7 @@ impl Wanted {
             let mut metadata = Map::new();
             metadata.insert("labels".to_owned(), json!({ ID_LABEL: own }));
             let (namespace, name) = (project.default_namespace.clone(), project.default_inventory_name());
-            return Ok(Self { id: own, namespace, name, metadata });
+            return Ok(Self { id: own.clone(), namespace, name, project: own, metadata });
         };
         let id = template.label(ID_LABEL).unwrap_or_default().to_owned();
         let of_project = id.split_once('-').is_some_and(|(agent, project)| {
@@ -133,7 +139,7 @@ impl Wanted {
                 template.file, template.line
             ));
         }
-        Ok(Self { id, namespace, name: template.id.name.as_ref().to_owned(), metadata })
+        Ok(Self { id, namespace, name: template.id.name.as_ref().to_owned(), project: own, metadata })
     }
 
     /// The same with another id, for an inventory whose template is no longer known.
@@ -141,7 +147,7 @@ impl Wanted {
         let mut metadata = Map::new();
         metadata.insert("labels".to_owned(), json!({ ID_LABEL: id }));
         let (namespace, name) = (project.default_namespace.clone(), project.default_inventory_name());
-        Self { id: id.to_owned(), namespace, name, metadata }
+        Self { id: id.to_owned(), namespace, name, project: project.default_inventory_id(), metadata }
     }
 
     /// The path of the ConfigMaps.
@@ -154,6 +160,11 @@ impl Wanted {
         format!("{}?labelSelector={}%3D{}", self.collection(), segment(ID_LABEL), segment(&self.id))
     }
 
+    /// The target of the list of the inventories of all projects.
+    pub(crate) fn list_all(&self) -> String {
+        format!("{}?labelSelector={}", self.collection(), segment(ID_LABEL))
+    }
+
     /// The body of a new one with these keys.
     pub(crate) fn body(&self, keys: &BTreeSet<String>, fence: &str) -> Value {
         let mut metadata = self.metadata.clone();
@@ -161,6 +172,7 @@ impl Wanted {
         metadata.insert("namespace".to_owned(), json!(self.namespace));
         let annotations = metadata.entry("annotations").or_insert_with(|| json!({}));
         annotations[FENCE] = json!(fence);
+        annotations[PROJECT] = json!(self.project);
         if let Some(annotations) = annotations.as_object_mut() {
             annotations.shift_remove(COMMIT);
         }
@@ -176,6 +188,8 @@ pub(crate) struct Inventory {
     pub(crate) uid: String,
     pub(crate) resource_version: String,
     pub(crate) commit: Option<String>,
+    /// The project that writes it, if that is known.
+    pub(crate) project: Option<String>,
     /// All keys.
     pub(crate) keys: BTreeSet<String>,
 }
@@ -221,7 +235,8 @@ impl Inventory {
             _ => return Err(format!("the data of the inventory {name} is not a mapping")),
         };
         let commit = metadata["annotations"][COMMIT].as_str().map(str::to_owned);
-        Ok(Self { name, uid, resource_version, commit, keys })
+        let project = metadata["annotations"][PROJECT].as_str().map(str::to_owned);
+        Ok(Self { name, uid, resource_version, commit, project, keys })
     }
 
     pub(crate) fn reference(&self, namespace: &str) -> InventoryRef {

@@ -16,10 +16,10 @@ use tokio::{
 };
 
 use crate::{
-    call::{Answer, Call, Caller, Gate, MANAGER},
+    call::{Answer, Call, Caller, Gate, MANAGER, METADATA_LIST},
     discovery::{Api, discover},
     engine::Engine,
-    inventory::{COMMIT, FENCE, Inventory, Wanted},
+    inventory::{COMMIT, FENCE, Inventory, PROJECT, Wanted},
     marks::ID_LABEL,
     object::ObjectId,
     path::segment,
@@ -35,6 +35,9 @@ const DISCOVERY_AGE: Duration = Duration::from_secs(600);
 /// How often the fence is written again while a run goes on. A planner that was replaced notices within this
 /// time.
 const FENCE_EVERY: Duration = Duration::from_secs(10);
+
+/// How many inventories of all projects are read at once.
+const PAGE: usize = 500;
 
 /// The longest sleep between two looks at whether the run is to end.
 const NAP: Duration = Duration::from_secs(2);
@@ -223,7 +226,46 @@ impl<'a> Run<'a> {
             return Err(refused(answer.words()));
         }
         let list = answer.json().map_err(refused)?;
-        Inventory::read_list(&list, &self.wanted).map_err(refused)
+        let inventories = Inventory::read_list(&list, &self.wanted).map_err(refused)?;
+        let own = &self.wanted.project;
+        let is_other = |it: &&Inventory| it.project.as_ref().is_some_and(|project| project != own);
+        if let Some(other) = inventories.iter().find(is_other) {
+            let project = other.project.as_deref().unwrap_or_default();
+            return Err(Outcome::Refused(format!(
+                "the inventory {}/{} with the id {} is that of project {project}: this one would delete its objects; \
+                 choose another id in the template, or, if {project} is not applied any more, remove the \
+                 annotation {PROJECT} from the inventory",
+                self.wanted.namespace, other.name, self.wanted.id
+            )));
+        }
+        Ok(inventories)
+    }
+
+    /// Reads the ids of all inventories that the project has written, and the default one.
+    pub(crate) async fn inventory_ids(&self) -> Result<BTreeSet<String>, Outcome> {
+        let refused = |why: String| Outcome::Refused(format!("the inventories cannot be read: {why}"));
+        let mut ids = BTreeSet::new();
+        let mut more = String::new();
+        loop {
+            let target = format!("{}&limit={PAGE}&continue={}", self.wanted.list_all(), segment(&more));
+            let answer = self.call(Call::get(target, Some(METADATA_LIST))).await?;
+            if !answer.is_ok() {
+                return Err(refused(answer.words()));
+            }
+            let list = answer.json().map_err(refused)?;
+            for item in list["items"].as_array().into_iter().flatten() {
+                let metadata = &item["metadata"];
+                let Some(id) = metadata["labels"][ID_LABEL].as_str() else { continue };
+                let own = &*self.wanted.project;
+                if metadata["annotations"][PROJECT].as_str().map_or(id == own, |project| project == own) {
+                    ids.insert(id.to_owned());
+                }
+            }
+            match list["metadata"]["continue"].as_str() {
+                Some(next) if !next.is_empty() && next != more => next.clone_into(&mut more),
+                _ => return Ok(ids),
+            }
+        }
     }
 
     fn next_fence(&self) -> String {
@@ -332,7 +374,7 @@ impl Fence {
         data: Map<String, Value>,
     ) -> Result<(), Outcome> {
         let mut version = self.resource_version.lock().await;
-        let mut annotations = json!({ FENCE: run.next_fence() });
+        let mut annotations = json!({ FENCE: run.next_fence(), PROJECT: run.wanted.project });
         if let Some(commit) = commit {
             annotations[COMMIT] = json!(commit);
         }

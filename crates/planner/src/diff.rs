@@ -3,15 +3,17 @@
 use std::{sync::Arc, time::Duration};
 
 use gitops::{
-    Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved, decode::File,
+    Action, Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved,
+    decode::File,
 };
 use ids::{AgentId, Impersonation};
+use parking_lot::Mutex;
 use repository::Revision;
 use tokio::time::timeout;
 
 use crate::{
-    manifests::LoadError,
-    planners::{ControlError, Planners},
+    manifests::{LoadError, Queue},
+    planners::{ControlError, Planners, named},
     source::SourceError,
     task::{cut, message},
 };
@@ -60,10 +62,11 @@ impl Planners {
         run_as: Option<Impersonation>,
     ) -> Result<Diff, ControlError> {
         let _permit = self.admit(agent)?;
-        let making = self.make_diff(agent, project, of, run_as);
-        timeout(WITHIN, making)
-            .await
-            .unwrap_or_else(|_| Err(ControlError::Failed(format!("no diff within {WITHIN:?}"))))
+        let waits = Mutex::new(String::new());
+        let making = self.make_diff(agent, project, of, run_as, &waits);
+        timeout(WITHIN, making).await.unwrap_or_else(|_| {
+            Err(ControlError::Failed(format!("no diff within {WITHIN:?}{}", waits.lock())))
+        })
     }
 
     async fn make_diff(
@@ -72,16 +75,20 @@ impl Planners {
         project: &str,
         of: DiffOf,
         run_as: Option<Impersonation>,
+        waits: &Mutex<String>,
     ) -> Result<Diff, ControlError> {
-        let (mut spec, budget) = self.spec(agent, project)?;
+        let (mut spec, budget, claims, share) = self.spec(agent, project)?;
         if run_as.is_some() {
             spec.impersonation = run_as;
         }
         let context = &self.context;
-        let opened = spec.open(context, &budget).await.map_err(ControlError::Failed)?;
+        let mut opened = spec.open(context, &budget).await.map_err(ControlError::Failed)?;
+        opened.entry.project.other_inventories = claims.others(project);
         let repository = &opened.source.repository;
+        let note = |why: &str| *waits.lock() = format!(": it {why}");
+        let queue = Queue { share: &share, waits: &note };
         let loaded = match of {
-            DiffOf::Files(files) => context.loader.decode("files", files, &context.limits).await,
+            DiffOf::Files(files) => context.loader.decode("files", files, &context.limits, &queue).await,
             DiffOf::Ref(_) | DiffOf::Live => {
                 let names = match of {
                     DiffOf::Ref(name) => revisions(&name).map_err(ControlError::Wrong)?,
@@ -107,7 +114,7 @@ impl Planners {
                     ControlError::Wrong("the repository has no such branch, tag, ref or commit".to_owned())
                 })?;
                 let (globs, limits) = (&opened.entry.globs, &context.limits);
-                context.loader.load(&opened.name, &**repository, &commit, globs, limits).await
+                context.loader.load(&opened.name, &**repository, &commit, globs, limits, &queue).await
             }
         };
         let loaded = loaded.map_err(|error| match error {
@@ -115,6 +122,7 @@ impl Planners {
             LoadError::Gone => ControlError::Wrong("the commit does not exist any more".to_owned()),
             LoadError::Unavailable(text) => ControlError::Failed(cut(text)),
         })?;
+        waits.lock().clear();
         let options = DiffOptions { prune: opened.entry.project.prune, timeout: WITHIN };
         let diff = opened.engine.diff(&opened.entry.project, &loaded.set, &options).await;
         diff.map_err(|error| match error {
@@ -137,48 +145,93 @@ impl Planners {
         project: &str,
         namespace: &str,
     ) -> Result<String, ControlError> {
-        let (known, budget) = self.unnamed(agent, project)?;
+        self.plan_for(agent).await?;
+        let (known, budget, configuration) = self.unnamed(agent, project, None)?;
         let context = &self.context;
         let source = context.sources.open(&known, project).await.map_err(|error| match error {
             SourceError::Denied(text) => ControlError::Wrong(text),
             SourceError::Unavailable(text) => ControlError::Failed(text),
         })?;
+        // The same project may have another name: its path, its number, or other case.
+        for entry in configuration.projects.iter() {
+            match context.sources.open(&known, &entry.id).await {
+                Ok(other) if other.id == source.id => return Err(named(&entry.id)),
+                // What the agent may not read is another project than one that it may read.
+                Ok(_) | Err(SourceError::Denied(_)) => {}
+                Err(SourceError::Unavailable(text)) => {
+                    return Err(ControlError::Failed(format!("{}: {text}", entry.id)));
+                }
+            }
+        }
+        let namespaces = configuration.bounds.namespaces;
+        if namespaces.as_ref().is_some_and(|namespaces| !namespaces.contains(namespace)) {
+            return Err(ControlError::Wrong(format!(
+                "the namespace {namespace} is not one of the namespaces in the agent's kas.yaml"
+            )));
+        }
         let number = u64::try_from(agent.get()).map_err(|error| ControlError::Wrong(error.to_string()))?;
         // As `kubectl delete`: no configuration says anything else.
         let of = Project {
             propagation: Propagation::Background,
+            namespaces,
             ..Project::new(number, source.id, namespace, &context.replica)
         };
-        let api = context.clusters.open(agent, format!("gitops:{project}"), None);
+        let identity = configuration.identities.get(project).cloned();
+        let api = context.clusters.open(agent, format!("gitops:{project}"), identity);
         let engine = Engine::new(api, budget);
-        let head = Unnamed { planners: Arc::clone(self), agent, project: project.to_owned() };
-        let report = engine.destroy(&of, None, &head, &|_: gitops::Progress| {}).await;
-        let text = message(&report);
-        match report.outcome {
-            Outcome::Synced => Ok(format!("deleted {} objects and the inventory", report.objects.len())),
-            _ => Err(ControlError::Failed(text)),
+        let head = Unnamed { planners: Arc::clone(self), agent, project: project.to_owned(), id: source.id };
+        let ids = engine.inventory_ids(&of).await.map_err(ControlError::Failed)?;
+        if ids.is_empty() {
+            return Err(ControlError::Wrong(format!(
+                "the namespace {namespace} has no inventory of the project: nothing is deleted; name the \
+                 default_namespace that the project had, or the namespace of its inventory template"
+            )));
         }
+        let (mut deleted, mut left) = (0, Vec::new());
+        for id in &ids {
+            let report = engine.destroy(&of, Some(id), &head, &|_: gitops::Progress| {}).await;
+            if report.outcome != Outcome::Synced {
+                return Err(ControlError::Failed(message(&report)));
+            }
+            for object in &report.objects {
+                match object.action {
+                    Action::Pruned => deleted += 1,
+                    _ => left.push(format!("{}: {}", object.id, object.message)),
+                }
+            }
+        }
+        let more = if left.len() > NAMED { "; …" } else { "" };
+        let named = left.get(..NAMED).unwrap_or(&left).join("; ");
+        let rest = match left.len() {
+            0 => String::new(),
+            count => format!("; {count} were left alone: {named}{more}"),
+        };
+        Ok(format!("deleted {deleted} objects and the inventory{rest}"))
     }
 }
+
+/// How many objects a text names.
+const NAMED: usize = 3;
 
 /// The head of a project that no configuration names: there is none.
 struct Unnamed {
     planners: Arc<Planners>,
     agent: AgentId,
     project: String,
+    id: u64,
 }
 
 #[async_trait::async_trait]
 impl Head for Unnamed {
     async fn resolve(&self) -> Result<Option<Arc<str>>, Unresolved> {
-        match self.planners.unnamed(self.agent, &self.project) {
+        match self.planners.unnamed(self.agent, &self.project, Some(self.id)) {
             Ok(_) => Ok(None),
             Err(error) => Err(Unresolved(error.to_string())),
         }
     }
 
     fn stop(&self) -> Option<Stop> {
-        self.planners.unnamed(self.agent, &self.project).err().map(|_| Stop::Cancelled)
+        self.planners.unnamed(self.agent, &self.project, Some(self.id)).err().map(|_| Stop::Cancelled)
     }
 }
 

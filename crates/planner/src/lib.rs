@@ -11,6 +11,7 @@
 
 pub mod applier;
 mod asked;
+mod claims;
 mod context;
 mod diff;
 mod events;

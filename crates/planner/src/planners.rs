@@ -23,13 +23,14 @@ use tokio::{
 use crate::{
     applier::{AgentkVersion, Applier, Judge, Verdict},
     asked::{Asked, Permit},
+    claims::Claims,
     context::{Clusters, Context, Timing},
     home::Homes,
-    manifests::Loader,
+    manifests::{Loader, Share},
     metrics::PlannerMetrics,
     source::{Bounds, ReadLimits, Sources},
     status::{ProjectStatus, Status},
-    task::{Command, Spec, Task},
+    task::{BACKOFF, Command, Spec, Task},
 };
 
 /// How often homes and configurations are looked at: a replica that is no longer the home stops this soon.
@@ -42,6 +43,8 @@ const LIST_SOON: Duration = Duration::from_secs(2);
 const LISTS: usize = 32;
 /// How often metrics of all projects are counted.
 const COUNT: Duration = Duration::from_secs(5);
+/// How long a person waits until it is clear who applies for an agent.
+const CLEAR_WITHIN: Duration = Duration::from_secs(15);
 /// Commands that wait for a task.
 const COMMANDS: usize = 4;
 /// The most projects of an agent.
@@ -97,6 +100,8 @@ pub struct Planners {
     pub(crate) agents: Arc<dyn Agents>,
     applier: Applier,
     plans: Mutex<HashMap<AgentId, AgentPlan>>,
+    /// Agents for which a person asks for something that needs a plan.
+    asked_for: Mutex<HashSet<AgentId>>,
     draining: AtomicBool,
     changed: Arc<watch::Sender<u64>>,
     lists: Arc<tokio::sync::Semaphore>,
@@ -115,6 +120,8 @@ struct AgentPlan {
     verdict: Verdict,
     listed: Listed,
     budget: Budget,
+    claims: Arc<Claims>,
+    share: Share,
     projects: HashMap<Arc<str>, ProjectPlan>,
     asked: Asked,
 }
@@ -138,6 +145,38 @@ struct ProjectPlan {
     commands: mpsc::Sender<Command>,
     task: JoinHandle<()>,
     abort: AbortHandle,
+    started: Instant,
+    /// How often in a row the task has ended by itself, which only a fault in it does.
+    faults: usize,
+    /// When such a task is started again.
+    restart: Option<Instant>,
+}
+
+impl ProjectPlan {
+    /// Whether the task runs, or ended so shortly ago that it is not started again yet.
+    fn rests(&mut self) -> bool {
+        if !self.task.is_finished() {
+            return true;
+        }
+        let now = Instant::now();
+        if let Some(restart) = self.restart {
+            return now < restart;
+        }
+        if now.saturating_duration_since(self.started) > BACKOFF[BACKOFF.len() - 1] {
+            self.faults = 0;
+        }
+        let restart = now + crate::follow::jittered(BACKOFF[self.faults.min(BACKOFF.len() - 1)]);
+        self.faults += 1;
+        self.restart = Some(restart);
+        tracing::error!(
+            agent.id = self.spec.agent.id.get(),
+            project = self.spec.entry.id,
+            "the planner of a manifest project has ended by a fault in it: it is started again after a pause"
+        );
+        self.status.phase("failed", "the planner of the project has ended by a fault: it is started again");
+        self.status.update(|state| state.next = Some(restart));
+        true
+    }
 }
 
 impl Drop for ProjectPlan {
@@ -203,6 +242,7 @@ impl Planners {
             agents,
             applier,
             plans: Mutex::default(),
+            asked_for: Mutex::default(),
             draining: AtomicBool::new(false),
             changed: Arc::new(watch::Sender::new(0)),
             lists: Arc::new(tokio::sync::Semaphore::new(LISTS)),
@@ -241,11 +281,12 @@ impl Planners {
             return;
         }
         let held = self.agents.held();
+        let asked_for = self.asked_for.lock().clone();
         let mut seen = HashSet::with_capacity(held.len());
         for agent in held {
             // Without streams here, the configuration may be unknown for a moment: the planner keeps its own.
             let configuration = self.agents.configuration(&agent);
-            let is_planned = self.plans().contains_key(&agent.id);
+            let is_planned = asked_for.contains(&agent.id) || self.plans().contains_key(&agent.id);
             let has_projects = configuration.as_ref().is_some_and(|it| !it.projects.is_empty());
             if !has_projects && !is_planned {
                 continue;
@@ -263,7 +304,7 @@ impl Planners {
             }
             let plan = plans.entry(agent.id).or_insert_with(|| {
                 tracing::debug!(agent.id = agent.id.get(), "this replica plans for the agent");
-                AgentPlan::new(Arc::clone(&agent))
+                AgentPlan::new(Arc::clone(&agent), self.context.loader.share())
             });
             plan.agent = agent;
             self.judge(plan);
@@ -273,7 +314,10 @@ impl Planners {
             let concurrent = self.context.clusters.concurrent(plan.agent.id, plan.is_elastic());
             plan.budget.set_concurrent(concurrent.min(Budget::CONCURRENT));
         }
-        self.plans().retain(|agent, _| seen.contains(agent));
+        let mut plans = self.plans();
+        plans.retain(|agent, _| seen.contains(agent));
+        self.asked_for.lock().retain(|agent| seen.contains(agent) && !plans.contains_key(agent));
+        drop(plans);
         homes.retain(|agent| seen.contains(&agent));
     }
 
@@ -326,12 +370,12 @@ impl Planners {
                 bounds: configuration.bounds.clone(),
                 impersonation: configuration.identities.get(&entry.id).cloned(),
             };
-            let old = plan.projects.get(&name);
-            if old.is_some_and(|old| old.spec == spec && !old.task.is_finished()) {
+            let old = plan.projects.get_mut(&name);
+            if old.is_some_and(|old| old.spec == spec && old.rests()) {
                 continue;
             }
             let old = plan.projects.remove(&name);
-            let project = self.start(spec, &name, plan.budget.clone(), old);
+            let project = self.start(spec, &name, plan, old);
             plan.projects.insert(name, project);
         }
         plan.projects.retain(|name, project| {
@@ -343,17 +387,24 @@ impl Planners {
                     "the configuration does not name the manifest project any more: its objects and its inventory stay"
                 );
             }
+            if !stays {
+                plan.claims.release(name);
+            }
             stays
         });
     }
 
-    fn start(&self, spec: Spec, name: &Arc<str>, budget: Budget, old: Option<ProjectPlan>) -> ProjectPlan {
+    fn start(&self, spec: Spec, name: &Arc<str>, plan: &AgentPlan, old: Option<ProjectPlan>) -> ProjectPlan {
+        let faults = old.as_ref().map_or(0, |old| old.faults);
         let (commands, received) = mpsc::channel(COMMANDS);
         let status = Arc::new(Status::new(Arc::clone(name), Arc::clone(&self.changed)));
         let task = Task {
             context: Arc::clone(&self.context),
             spec: spec.clone(),
-            budget,
+            budget: plan.budget.clone(),
+            claims: Arc::clone(&plan.claims),
+            share: plan.share.clone(),
+            is_new: old.is_none(),
             status: Arc::clone(&status),
             commands: received,
         };
@@ -366,7 +417,7 @@ impl Planners {
             task.run().await;
         });
         let abort = task.abort_handle();
-        ProjectPlan { spec, status, commands, task, abort }
+        ProjectPlan { spec, status, commands, task, abort, started: Instant::now(), faults, restart: None }
     }
 
     /// Counts objects and projects for the metrics.
@@ -468,35 +519,74 @@ impl Planners {
         }
     }
 
-    /// Returns what a task of a project is made of, and the budget of its agent.
-    pub(crate) fn spec(&self, agent: AgentId, project: &str) -> Result<(Spec, Budget), ControlError> {
+    /// Returns what a task of a project is made of, and what the tasks of its agent share.
+    pub(crate) fn spec(
+        &self,
+        agent: AgentId,
+        project: &str,
+    ) -> Result<(Spec, Budget, Arc<Claims>, Share), ControlError> {
         let plans = self.plans();
         let plan = plans.get(&agent).ok_or(ControlError::NotHome)?;
         let found = plan.projects.get(project).map(|found| found.spec.clone());
-        Ok((found.ok_or_else(|| ControlError::Wrong(unknown(plan, project)))?, plan.budget.clone()))
+        let spec = found.ok_or_else(|| ControlError::Wrong(unknown(plan, project)))?;
+        Ok((spec, plan.budget.clone(), Arc::clone(&plan.claims), plan.share.clone()))
     }
 
-    /// Returns the agent and its budget, if no configuration names the project.
+    /// Waits until this replica plans for an agent whose configuration may name no project, and knows who
+    /// applies. If that takes long, what follows says what is missing.
+    ///
+    /// # Errors
+    /// This replica is not the home of the agent.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn plan_for(&self, agent: AgentId) -> Result<(), ControlError> {
+        let is_held = self.agents.held().iter().any(|held| held.id == agent);
+        let holders = self.tracker.locate(agent).await;
+        let holders = holders.map_err(|error| ControlError::Failed(error.to_string()))?;
+        if !is_held || crate::home::home(agent, &holders) != Some(&self.me) {
+            return Err(ControlError::NotHome);
+        }
+        let is_clear = || {
+            self.plans().get(&agent).is_some_and(|plan| {
+                let is_known = self.agents.configuration(&plan.agent).is_some();
+                is_known && !matches!(plan.verdict, Verdict::Wait(_))
+            })
+        };
+        let end = Instant::now() + CLEAR_WITHIN;
+        while !is_clear() && Instant::now() < end && !self.draining.load(Ordering::Relaxed) {
+            // Each tick plans for what is asked for.
+            self.asked_for.lock().insert(agent);
+            tokio::time::sleep(TICK).await;
+        }
+        Ok(())
+    }
+
+    /// Returns the agent, its budget and its configuration, if that does not name the project. `id`: the
+    /// number of the project, if it is known.
     pub(crate) fn unnamed(
         &self,
         agent: AgentId,
         project: &str,
-    ) -> Result<(Arc<Agent>, Budget), ControlError> {
+        id: Option<u64>,
+    ) -> Result<(Arc<Agent>, Budget, Configuration), ControlError> {
         let plans = self.plans();
         let plan = plans.get(&agent).ok_or(ControlError::NotHome)?;
-        let named = || {
-            let configuration = self.agents.configuration(&plan.agent)?;
-            Some(configuration.projects.iter().any(|entry| entry.id == project))
+        let Some(configuration) = self.agents.configuration(&plan.agent) else {
+            return Err(ControlError::Failed("the configuration of the agent is not known yet".to_owned()));
         };
-        if plan.projects.contains_key(project) || named().unwrap_or(true) {
-            return Err(ControlError::Wrong(format!(
-                "the configuration of the agent names {project}: take it out first"
-            )));
+        let is_it = |planned: &ProjectPlan| id.is_some_and(|id| planned.status.get(false).id == id);
+        let planned = plan.projects.iter().find(|(name, planned)| &***name == project || is_it(planned));
+        if let Some((name, _)) = planned {
+            return Err(named(name));
         }
-        if plan.verdict != Verdict::Kas {
-            return Err(ControlError::Wrong("kas does not apply for this agent".to_owned()));
+        if configuration.projects.iter().any(|entry| entry.id == project) {
+            return Err(named(project));
         }
-        Ok((Arc::clone(&plan.agent), plan.budget.clone()))
+        match &plan.verdict {
+            Verdict::Kas => Ok((Arc::clone(&plan.agent), plan.budget.clone(), configuration)),
+            _ => Err(ControlError::Wrong(unknown(plan, project))),
+        }
     }
 
     /// Admits a diff for an agent.
@@ -514,13 +604,15 @@ impl Planners {
 }
 
 impl AgentPlan {
-    fn new(agent: Arc<Agent>) -> Self {
+    fn new(agent: Arc<Agent>, share: Share) -> Self {
         Self {
             agent,
             judge: Judge::default(),
             verdict: Verdict::Wait("the connections of the agent are not known yet".to_owned()),
             listed: Listed { answer: Arc::default(), asking: None, next: Instant::now() },
             budget: Budget::default(),
+            claims: Arc::default(),
+            share,
             projects: HashMap::new(),
             asked: Asked::default(),
         }
@@ -532,6 +624,11 @@ impl AgentPlan {
         let versions = answer.as_ref().map(|(versions, _)| versions.as_slice()).unwrap_or_default();
         versions.iter().all(|version| AgentkVersion::of(version) == AgentkVersion::Own)
     }
+}
+
+/// The error for a project that the configuration names.
+pub(crate) fn named(project: &str) -> ControlError {
+    ControlError::Wrong(format!("the configuration of the agent names {project}: take it out first"))
 }
 
 fn unknown(plan: &AgentPlan, project: &str) -> String {

@@ -5,9 +5,11 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use futures_util::FutureExt as _;
 use gitops::{
-    Action, Budget, ClusterApi, Engine, Health, Memory, ObjectId, Outcome, PruneWhen, Report, Scope, Stop,
+    Action, Budget, ClusterApi, Engine, Health, Memory, ObjectId, Outcome, Phase, PruneWhen, Report, Scope,
+    Stop,
 };
 use ids::{Agent, Impersonation};
+use parking_lot::Mutex;
 use proto::gitlab::agent::agentcfg::ManifestProjectCf;
 use repository::{Commit, Error};
 use tokio::{
@@ -16,16 +18,17 @@ use tokio::{
 };
 
 use crate::{
+    claims::Claims,
     context::Context,
     events::{Event, Events},
     follow::{ProjectHead, jittered},
-    manifests::LoadError,
+    manifests::{LoadError, Queue, Share},
     source::{Bounds, Entry, FollowedHead, Source, SourceError},
     status::Status,
 };
 
 /// The pauses after failures, one after the other; the last one is repeated.
-const BACKOFF: [Duration; 5] = [
+pub(crate) const BACKOFF: [Duration; 5] = [
     Duration::from_secs(10),
     Duration::from_secs(20),
     Duration::from_secs(40),
@@ -106,6 +109,13 @@ pub(crate) struct Task {
     pub(crate) context: Arc<Context>,
     pub(crate) spec: Spec,
     pub(crate) budget: Budget,
+    /// The inventories of the agent's projects.
+    pub(crate) claims: Arc<Claims>,
+    /// The agent's part of the manifests that are in work.
+    pub(crate) share: Share,
+    /// Whether this replica has not planned for the project before. What its configuration says now may
+    /// already be applied.
+    pub(crate) is_new: bool,
     pub(crate) status: Arc<Status>,
     pub(crate) commands: mpsc::Receiver<Command>,
 }
@@ -419,8 +429,14 @@ impl Task {
         }
         let Opened { name, source, entry, api, engine } = opened;
         let loader = &self.context.loader;
+        let waits = |why: &str| {
+            if instead.is_none() {
+                self.status.phase("reading", why);
+            }
+        };
+        let queue = Queue { share: &self.share, waits: &waits };
         let loaded =
-            loader.load(name, &*source.repository, &commit, &entry.globs, &self.context.limits).await;
+            loader.load(name, &*source.repository, &commit, &entry.globs, &self.context.limits, &queue).await;
         let loaded = match loaded {
             Ok(loaded) => loaded,
             Err(LoadError::Flawed(text)) => {
@@ -458,7 +474,19 @@ impl Task {
         if instead.is_none() {
             plan.flawed = None;
         }
+        let own = entry.project.default_inventory_id();
+        let inventory = loaded.set.inventory_id().unwrap_or(&own);
+        if let Err(other) = self.claims.claim(name, inventory) {
+            plan.failed();
+            let text = format!(
+                "the inventory {inventory} is that of the manifest project {other}, too, and the two would delete \
+                 each other's objects: choose another id in the inventory template, or name the project once"
+            );
+            self.status.phase("failed", text.clone());
+            return Err(text);
+        }
         if std::mem::take(&mut plan.is_first)
+            && self.is_new
             && prune == PruneWhen::Current
             && let Ok(Some(applied)) = engine.applied_commit(&entry.project, &loaded.set).await
             && applied == commit.to_string()
@@ -479,7 +507,17 @@ impl Task {
         let sight = ProjectHead::new(Arc::clone(&source.repository), entry.revision.clone(), instead);
         let is_all = scope == Scope::All;
         let status = Arc::clone(&self.status);
-        let observer = move |progress: gitops::Progress| status.progress(progress);
+        // A sync may wait for an hour. Meanwhile others have manifests to load.
+        let (context, share) = (Arc::clone(&self.context), self.share.clone());
+        let room = Mutex::new(loaded.room);
+        let observer = move |progress: gitops::Progress| {
+            if let gitops::Progress::Phase(Phase::Waiting) = progress
+                && let Some(room) = &mut *room.lock()
+            {
+                context.loader.park(room, &share);
+            }
+            status.progress(progress);
+        };
         let report = {
             let sync = gitops::Sync {
                 project: &project,
@@ -515,7 +553,7 @@ impl Task {
             }
             report
         };
-        drop(loaded);
+        drop((loaded.set, observer));
         let text = self.ended(opened, plan, follow, &report, commit, is_all);
         if let Some(inventory) = &report.inventory
             && project.dry_run == gitops::DryRun::None
@@ -562,10 +600,13 @@ impl Task {
                 if is_all {
                     plan.full = Some(now + varied(timing.full));
                 }
-                self.status.update(|state| {
-                    state.applied = Some(commit.to_string());
-                    state.synced_at = Some(process::clock::wall());
-                });
+                // A dry run has applied nothing.
+                if opened.entry.project.dry_run == gitops::DryRun::None {
+                    self.status.update(|state| {
+                        state.applied = Some(commit.to_string());
+                        state.synced_at = Some(process::clock::wall());
+                    });
+                }
             }
             Outcome::Degraded | Outcome::Incomplete => {
                 plan.good = Some(commit);

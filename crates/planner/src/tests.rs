@@ -1,5 +1,7 @@
 //! Planners whose cluster cannot be reached: what they do before the first call, and what people see.
 
+mod shared;
+
 use std::{
     path::PathBuf,
     sync::{

@@ -456,6 +456,36 @@ async fn an_inventory_outside_the_agents_namespaces_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_inventory_of_a_template_stays_that_of_the_project_that_wrote_it() {
+    let mut world = World::new(&(template("t", "shop") + &config_map("a")));
+    world.synced().await;
+    let path = "/api/v1/namespaces/default/configmaps/t";
+    let inventory = world.server.get(path).unwrap();
+    assert_eq!(inventory["metadata"]["annotations"]["kas/project"], "7-9");
+
+    // Another project, which knows nothing of the first one: kas was started again.
+    let memory = std::mem::take(&mut world.memory);
+    world.project.id = 10;
+    world.repository.push("c2", &(template("t", "shop") + &config_map("b")));
+    let writes = world.writes();
+    let report = world.sync().await;
+    let Outcome::Refused(why) = report.outcome else { panic!("{:?}", report.outcome) };
+    assert!(why.contains("default/t with the id shop is that of project 7-9"), "{why}");
+    assert_eq!(world.writes(), writes);
+    assert!(world.server.get(A).is_some());
+
+    // The first one goes on, and one of which nothing is known is taken over.
+    (world.project.id, world.memory) = (9, memory);
+    world.synced().await;
+    world.server.edit(path, |object| {
+        object["metadata"]["annotations"].as_object_mut().unwrap().shift_remove("kas/project");
+    });
+    (world.project.id, world.memory) = (10, Memory::default());
+    world.synced().await;
+    assert_eq!(world.server.get(path).unwrap()["metadata"]["annotations"]["kas/project"], "7-10");
+}
+
+#[tokio::test(start_paused = true)]
 async fn objects_outside_the_agents_namespaces_fail_and_are_not_pruned() {
     let mut world = World::new(FIRST);
     world.synced().await;
