@@ -106,7 +106,9 @@ async fn list<G: Gate + ?Sized>(
             }
         }
         match list["metadata"]["continue"].as_str() {
-            Some(next) if !next.is_empty() && next != more => next.clone_into(&mut more),
+            // The list does not go on, and what is missing in it must not count as absent.
+            Some(next) if !next.is_empty() && next == more => return Ok(None),
+            Some(next) if !next.is_empty() => next.clone_into(&mut more),
             _ => break,
         }
     }

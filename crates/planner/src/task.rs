@@ -528,7 +528,7 @@ impl Task {
                 observer: &observer,
             };
             let mut running = engine.sync(sync, &mut plan.memory).boxed();
-            let mut is_new = false;
+            let (mut is_new, mut is_other) = (false, false);
             let report = loop {
                 tokio::select! {
                     report = &mut running => break report,
@@ -543,12 +543,13 @@ impl Task {
                                 is_new = true;
                                 sight.end(Stop::Cancelled);
                             }
-                            _ => {}
+                            _ => is_other = true,
                         }
                     }
                 }
             };
-            if is_new {
+            if is_new || is_other {
+                // It is told again after the sync.
                 follow.forget();
             }
             report

@@ -60,6 +60,8 @@ struct State {
     log: Vec<Entry>,
     /// Groups that do not answer.
     stale: BTreeSet<String>,
+    /// Lists of metadata have no items, and go on without an end.
+    endless: bool,
 }
 
 #[derive(Clone)]
@@ -123,8 +125,14 @@ impl Server {
                 ..kind("extensions", "v1beta1", "ingresses", "Ingress", true)
             },
         ];
-        let state =
-            State { objects: BTreeMap::new(), kinds, counter: 0, log: Vec::new(), stale: BTreeSet::new() };
+        let state = State {
+            objects: BTreeMap::new(),
+            kinds,
+            counter: 0,
+            log: Vec::new(),
+            stale: BTreeSet::new(),
+            endless: false,
+        };
         let server = Arc::new(Self { clock, state: Mutex::new(state) });
         server
             .create("/api/v1/namespaces", json!({ "kind": "Namespace", "metadata": { "name": "default" } }));
@@ -166,6 +174,11 @@ impl Server {
         } else {
             all.remove(group)
         };
+    }
+
+    /// Each list answers with no items, and with the same token for the rest.
+    pub(super) fn lists_without_end(&self) {
+        self.state.lock().endless = true;
     }
 
     pub(super) fn log(&self) -> Vec<Entry> {
@@ -464,6 +477,9 @@ impl State {
             })
             .map(|(_, object)| object.clone())
             .collect();
+        if self.endless && limit != usize::MAX && selector.is_none() {
+            return json!({ "kind": format!("{}List", kind.kind), "metadata": { "continue": "on" }, "items": [] });
+        }
         let more = items.len() > limit;
         items.truncate(limit);
         let next = more.then(|| items.last().map(|item| item["metadata"]["name"].clone())).flatten();

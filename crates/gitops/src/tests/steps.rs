@@ -131,6 +131,21 @@ async fn an_unmarked_object_is_never_deleted_under_any_policy() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_missing_in_a_list_without_end_does_not_count_as_absent() {
+    let all: String = (0..30).map(|n| config_map(&format!("c{n}"))).collect();
+    let mut world = World::new(&(config_map("a") + &all));
+    world.project.inventory_policy = InventoryPolicy::MustMatch;
+    let of_others = json!({ "metadata": { "name": "a", "namespace": "default" } });
+    world.server.create("/api/v1/namespaces/default/configmaps", of_others.clone());
+    let before = world.server.get(A).unwrap();
+    world.server.lists_without_end();
+    let report = world.sync().await;
+    assert_eq!(done(&report, "a").0, Action::Failed);
+    assert_eq!(world.server.get(A).unwrap(), before);
+    assert_eq!(report.objects.len(), 31);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_object_that_says_so_loses_its_mark_and_stays() {
     for (annotation, value) in
         [("cli-utils.sigs.k8s.io/on-remove", "keep"), ("client.lifecycle.config.k8s.io/deletion", "detach")]

@@ -177,7 +177,10 @@ impl Sources for Shop {
         let found = self.projects.get(name);
         let (id, folder) = found.ok_or_else(|| SourceError::Denied(format!("no project {name}")))?;
         assert_ne!(*id, BROKEN, "this one breaks its planner");
-        Ok(Source { id: *id, repository: Arc::new(Folder::new(folder)), poll: Duration::from_secs(1) })
+        let repository: Arc<dyn Repository> = Arc::new(Folder::new(folder));
+        let heads =
+            Arc::new(Polled { repository: Arc::clone(&repository), denied: watch::Sender::new(false) });
+        Ok(Source { id: *id, repository, heads })
     }
 }
 
@@ -359,7 +362,7 @@ async fn a_dry_run_applies_no_commit() {
     let seen = it.synced("x/a").await;
     assert!(seen.applied.is_none() && seen.synced_at.is_none(), "{seen:?}");
     assert_eq!(shop.cluster.writes(), []);
-    let live = it.planners.diff(agent(), "x/a", DiffOf::Live).await;
+    let live = it.planners.diff(agent(), "x/a", DiffOf::Live, None).await;
     assert!(matches!(&live, Err(ControlError::Wrong(why)) if why.contains("no commit")), "{live:?}");
 }
 
