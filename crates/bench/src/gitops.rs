@@ -1,8 +1,8 @@
 //! `cargo xtask bench gitops`: the way from a commit to a cluster.
 //!
-//! kas, agentk, the API server and etcd are processes. GitLab and its Gitaly are simulated in this process, the
-//! latter over real repositories. The number of checks of repositories is counted in simulated time, by an example
-//! of the crate `git-sources`.
+//! kas, agentk, the API server and etcd are processes. GitLab and its Gitaly are simulated in this process,
+//! the latter over real repositories. The number of checks of repositories is counted in simulated time, by
+//! an example of the crate `git-sources`.
 
 mod world;
 

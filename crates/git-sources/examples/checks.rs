@@ -1,6 +1,6 @@
-//! Writes how many checks of repositories 10,000 agents cause in a minute, in simulated time: for
-//! `cargo xtask bench gitops`. It is a program of its own, as simulated time is a feature of the runtime that the
-//! measured programs must not have.
+//! Writes how many checks of repositories 10,000 agents cause in a minute, in simulated time. It is for
+//! `cargo xtask bench gitops`. It is a program of its own, as simulated time is a feature of the runtime that
+//! the measured programs must not have.
 
 use std::{
     sync::{

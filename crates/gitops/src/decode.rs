@@ -173,7 +173,8 @@ impl Room {
         }
     }
 
-    /// Counts memory: [`VALUE`] and the length of the text of each value and key, and [`LIST`] or [`MAPPING`].
+    /// Counts memory: [`VALUE`] and the length of the text of each value and key, and [`LIST`] or
+    /// [`MAPPING`].
     fn take(&mut self, memory: usize) -> Result<(), String> {
         self.memory = self.memory.saturating_add(memory);
         if self.memory > MAX_MEMORY {

@@ -179,7 +179,8 @@ struct Texts {
 impl Texts {
     /// Compares two versions of an object. `None`: they are the same.
     async fn diff(&self, id: &ObjectId, before: Option<Value>, after: Option<Value>) -> Option<String> {
-        // The semaphore is never closed. The thread has the permit, because it goes on if nobody waits for it.
+        // The semaphore is never closed. The thread has the permit, because it goes on if nobody waits for
+        // it.
         let permit = TEXTS.acquire().await.ok();
         let of = id.clone();
         let text = spawn_blocking(move || {

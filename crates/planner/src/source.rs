@@ -62,8 +62,8 @@ pub trait FollowedHead: Send + 'static {
     /// Makes the next answer a change.
     fn forget(&mut self);
 
-    /// What was returned is known not to be the head any more: the repository is asked before the next answer,
-    /// which is a change.
+    /// What was returned is known not to be the head any more: the repository is asked before the next
+    /// answer, which is a change.
     fn outdated(&mut self);
 }
 

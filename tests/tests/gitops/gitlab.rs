@@ -192,7 +192,8 @@ async fn a_project_that_may_not_be_read_any_more_keeps_its_objects() -> Result<(
     ensure!(prune.is_err(), "{prune:?}");
     it.check(0)?;
 
-    // It may be read again, and a person does not wait for the next try. GitLab's refusal is known for a second.
+    // It may be read again, and a person does not wait for the next try. GitLab's refusal is known for a
+    // second.
     it.gitlab.have_project(PROJECT, MANIFESTS);
     eventually("the project is opened again", async || {
         let answer = control(&it.mesh, 0, Action::Sync).await;

@@ -481,7 +481,7 @@ async fn the_inventory_of_a_template_stays_that_of_the_project_that_wrote_it() {
     // Another project, which knows nothing of the first one: kas was started again.
     let memory = std::mem::take(&mut world.memory);
     world.project.id = 10;
-    world.repository.push("c2", &(template("t", "shop") + &config_map("b")));
+    world.repository.push("c2", &(template("t", "shop") + &config_map("a") + &config_map("b")));
     let writes = world.writes();
     let report = world.sync().await;
     let Outcome::Refused(why) = report.outcome else { panic!("{:?}", report.outcome) };

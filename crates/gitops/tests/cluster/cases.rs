@@ -1,6 +1,6 @@
 //! The end-to-end cases of cli-utils, the engine of 14.1: each is a test with its outcome. Where the outcome
-//! differs, the test says so. Those of `depends-on` and of mutations while applying are one test, as this engine
-//! follows neither.
+//! differs, the test says so. Those of `depends-on` and of mutations while applying are one test, as this
+//! engine follows neither.
 
 use std::{sync::Arc, time::Duration};
 
@@ -365,8 +365,8 @@ async fn dry_run() -> Result<()> {
     Ok(())
 }
 
-/// It differs: cli-utils writes an inventory without objects, and prunes everything if there is one. Here only a
-/// set with nothing but a template of the inventory does.
+/// It differs: cli-utils writes an inventory without objects, and prunes everything if there is one. Here
+/// only a set with nothing but a template of the inventory does.
 #[tokio::test]
 async fn empty_set() -> Result<()> {
     let it = Case::new(57, "empty-set").await?;
@@ -388,7 +388,8 @@ metadata: {name: inventory-57-1, labels: {cli-utils.sigs.k8s.io/inventory-id: 57
     Ok(())
 }
 
-/// `exit_early` and `skip_invalid`, which differs: one object without a name, and nothing of the set is applied.
+/// `exit_early` and `skip_invalid`, which differs: one object without a name, and nothing of the set is
+/// applied.
 #[tokio::test]
 async fn an_invalid_object_refuses_the_set() -> Result<()> {
     let nameless = "apiVersion: v1\nkind: Pod\nmetadata: {namespace: x}";
@@ -449,8 +450,8 @@ async fn what_is_gone_leaves_the_inventory() -> Result<()> {
     Ok(())
 }
 
-/// `reconcile_failed_timeout`: it does not become current, so nothing is pruned. That a pod which no node takes
-/// fails before the timeout is a test of the engine, for it takes 15 s.
+/// `reconcile_failed_timeout`: it does not become current, so nothing is pruned. That a pod which no node
+/// takes fails before the timeout is a test of the engine, for it takes 15 s.
 #[tokio::test]
 async fn reconcile_timeout() -> Result<()> {
     let it = Case::new(61, "reconcile-timeout").await?;
@@ -494,8 +495,8 @@ spec:
     Ok(())
 }
 
-/// `depends_on`, `dependency_filter` and `mutation` are not followed: an order is only warned of, and an object
-/// that would be changed while it is applied fails.
+/// `depends_on`, `dependency_filter` and `mutation` are not followed: an order is only warned of, and an
+/// object that would be changed while it is applied fails.
 #[tokio::test]
 async fn orders_are_warned_of_and_mutations_fail() -> Result<()> {
     let it = Case::new(63, "not-followed").await?;

@@ -1,5 +1,5 @@
-//! Planners that die after each of their calls, and calls that fail in each way, against a real API server. Its
-//! audit log is the only witness of what was deleted.
+//! Planners that die after each of their calls, and calls that fail in each way, against a real API server.
+//! Its audit log is the only witness of what was deleted.
 
 use std::{
     collections::BTreeSet,
@@ -280,8 +280,8 @@ async fn calls_of_second(wire: &Arc<Wire>) -> Result<usize> {
     Ok(calls)
 }
 
-/// Makes each call of a sync fail, in a world of its own. `then`: what is pushed before the next planner begins.
-/// `last`: what is there at the end.
+/// Makes each call of a sync fail, in a world of its own. `then`: what is pushed before the next planner
+/// begins. `last`: what is there at the end.
 async fn each_call(fault: Fault, then: Option<&'static str>, last: &'static [&'static str]) -> Result<()> {
     let kubernetes = Kubernetes::start_audited().await?;
     let wire = Wire::connect(&kubernetes, "test").await?;
