@@ -17,7 +17,7 @@ mod report;
 mod tests;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     pin::Pin,
     sync::{Arc, Weak},
     task::{Context, Poll, Waker},
@@ -31,7 +31,10 @@ use http::HeaderMap;
 use http_body::{Body, Frame};
 use ids::{Agent, AgentId};
 use parking_lot::{Mutex, MutexGuard};
-use proto::gitlab::agent::{agent_configuration::rpc::ConfigurationResponse, agentcfg::AgentConfiguration};
+use proto::gitlab::agent::{
+    agent_configuration::rpc::ConfigurationResponse,
+    agentcfg::{AgentConfiguration, ManifestProjectCf},
+};
 use repository::{
     Commit, Content, Error, Fingerprint, RepoPath, Repository, Revision, bare::Bare, folder::Folder,
 };
@@ -106,6 +109,8 @@ impl Watched {
 struct KasFile {
     fingerprint: Option<Fingerprint>,
     state: KasState,
+    /// The manifest projects of the configurations that the last good file was in force with, by name.
+    covered: HashSet<String>,
 }
 
 /// What was read of `kas.yaml`.
@@ -119,6 +124,15 @@ struct KasRead {
 }
 
 impl KasFile {
+    /// The configuration is in force together with the file, if that is good.
+    fn cover(&mut self, configuration: Option<&Latest>) {
+        let (None, Some(_), Some(latest)) = (&self.state.flaw, &self.state.good, configuration) else {
+            return;
+        };
+        let projects = latest.configuration.gitops.iter().flat_map(|gitops| &gitops.manifest_projects);
+        self.covered = projects.map(|project| project.id.clone()).collect();
+    }
+
     fn note(&mut self, agent: AgentId, read: KasRead) {
         let KasRead { fingerprint, parsed, shown } = read;
         match parsed {
@@ -133,7 +147,7 @@ impl KasFile {
                 self.fingerprint = Some(fingerprint);
                 if self.state.flaw.as_ref() != Some(&flaw) {
                     let consequence = match self.state.good {
-                        Some(_) => "the last good one stays",
+                        Some(_) => "the last good one stays, and new manifest projects are not applied",
                         None => "no manifests are applied",
                     };
                     tracing::warn!(
@@ -316,6 +330,19 @@ impl AgentConfigs {
         Some(self.watched().get(&agent.id)?.kas.state.clone())
     }
 
+    /// Returns the manifest projects of an agent, and its `kas.yaml`, as far as both are in force. While the
+    /// current `kas.yaml` is wrong, the last good one is, for the projects that were there with it: it says
+    /// nothing of others, and without it they would have all rights of agentk. `None`: nothing is applied.
+    pub fn manifests(&self, agent: &Agent) -> Option<(Vec<ManifestProjectCf>, Arc<KasYaml>)> {
+        let watched = self.watched();
+        let entry = watched.get(&agent.id)?;
+        let (latest, file) = (entry.good.as_ref()?, entry.kas.state.good.clone()?);
+        let projects = latest.configuration.gitops.iter().flat_map(|gitops| &gitops.manifest_projects);
+        let is_new = |project: &&ManifestProjectCf| !entry.kas.covered.contains(&project.id);
+        let is_flawed = entry.kas.state.flaw.is_some();
+        Some((projects.filter(|project| !(is_flawed && is_new(project))).cloned().collect(), file))
+    }
+
     /// Reads `kas.yaml` of an agent that has no stream open here. `None`: it cannot be read, or it is in a
     /// project of GitLab, which is read only for agents with streams.
     ///
@@ -373,6 +400,7 @@ impl AgentConfigs {
     fn publish(&self, agent: AgentId, fingerprint: Fingerprint, current: Result<Current, Error>) {
         if let Some(entry) = self.watched().get_mut(&agent) {
             self.show(agent, entry, fingerprint, current);
+            entry.kas.cover(entry.good.as_ref());
         }
     }
 
@@ -388,6 +416,7 @@ impl AgentConfigs {
         if let Some(entry) = self.watched().get_mut(&agent) {
             entry.kas.note(agent, kas);
             self.show(agent, entry, fingerprint, current);
+            entry.kas.cover(entry.good.as_ref());
         }
     }
 
@@ -395,6 +424,7 @@ impl AgentConfigs {
     fn publish_kas_yaml(&self, agent: AgentId, kas: KasRead) {
         if let Some(entry) = self.watched().get_mut(&agent) {
             entry.kas.note(agent, kas);
+            entry.kas.cover(entry.good.as_ref());
         }
     }
 

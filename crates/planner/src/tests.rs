@@ -112,7 +112,7 @@ impl FollowedHead for Head {
             if self.last.replace(head) != Some(head) {
                 return Ok(head);
             }
-            let _ = timeout(Duration::from_millis(20), self.denied.changed()).await;
+            let _ = timeout(Duration::from_secs(1), self.denied.changed()).await;
         }
     }
 

@@ -173,6 +173,42 @@ async fn kas_yaml_is_read_at_the_same_commit_and_the_last_good_one_stays() {
 }
 
 #[tokio::test]
+async fn a_project_that_came_with_a_wrong_kas_yaml_is_not_applied() {
+    let s = Setup::new();
+    let kas_yaml = |content: &str| {
+        let folder = s.dir.path().join("tree").join(PREFIX).join("a1");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("kas.yaml"), content).unwrap();
+    };
+    let agent = Agent { id: AgentId::new(1).unwrap(), name: "a1".into(), project_id: 7 };
+    let of = |projects: &str| format!("gitops: {{manifest_projects: [{projects}]}}");
+    let applied = || {
+        let (projects, _) = s.configs.manifests(&agent).unwrap();
+        projects.into_iter().map(|project| project.id).collect::<Vec<_>>()
+    };
+    kas_yaml("namespaces: [shop]");
+    s.push(&[("a1", &of("{id: g/old}"))]);
+    let mut one = s.subscribe(1, "");
+    next(&mut one).await.unwrap();
+    assert_eq!(applied(), ["g/old"]);
+    // Its author meant to bind the new project, too.
+    kas_yaml("namespaces: [shop]\ngitops: {project: {}}");
+    s.push(&[("a1", &of("{id: g/old}, {id: g/new}"))]);
+    s.told();
+    next(&mut one).await.unwrap();
+    assert_eq!(applied(), ["g/old"]);
+    s.push(&[("a1", &of("{id: g/new}"))]);
+    s.told();
+    next(&mut one).await.unwrap();
+    assert_eq!(applied(), [""; 0]);
+    kas_yaml("namespaces: [shop]");
+    s.push(&[]);
+    s.told();
+    next(&mut one).await.unwrap();
+    assert_eq!(applied(), ["g/new"]);
+}
+
+#[tokio::test]
 async fn an_agent_is_never_sent_back_to_an_older_commit() {
     let s = Setup::new();
     let first = s.push(&[("a1", "")]);

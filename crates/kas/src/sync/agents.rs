@@ -90,12 +90,9 @@ impl Agents for HeldAgents {
     }
 
     fn configuration(&self, agent: &Agent) -> Option<Configuration> {
-        let latest = self.configs.latest(agent)?;
-        let file = self.configs.kas_yaml(agent)?.good?;
-        let gitops = latest.configuration.gitops.iter();
-        let projects = gitops.flat_map(|gitops| gitops.manifest_projects.iter().cloned());
+        let (projects, file) = self.configs.manifests(agent)?;
         Some(Configuration {
-            projects: projects.collect(),
+            projects: projects.into(),
             bounds: Bounds { namespaces: file.namespaces.clone(), check: Some(file.check) },
             identities: file.identities.clone(),
         })
