@@ -233,7 +233,7 @@ async fn groups_with_different_names_never_mix() {
     tokio::time::timeout(Duration::from_secs(20), both).await.expect("both are told why they get no table");
     for backend in [&one, &other] {
         let known: Vec<_> = backend.replicas().await.replicas.into_iter().map(|row| row.replica.id).collect();
-        assert_eq!(known, [backend.me.id.clone()]);
+        assert_eq!(known, std::slice::from_ref(&backend.me.id));
         assert_eq!(*backend.live.borrow(), 1);
     }
 }
