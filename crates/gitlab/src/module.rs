@@ -60,9 +60,10 @@ impl Client {
 /// Drops headers that have a credential, or that only kas sends.
 fn drop_forbidden(headers: &mut HeaderMap) {
     let is_forbidden = |name: &HeaderName| {
-        let name = name.as_str();
+        // Servers of Rails take both for the same.
+        let name = name.as_str().replace('_', "-");
         matches!(
-            name,
+            name.as_str(),
             "authorization"
                 | "cookie"
                 | "forwarded"
@@ -104,6 +105,9 @@ mod tests {
             "gitlab-agentk-api-request",
             "x-gitlab-client-name",
             "x-forwarded-for",
+            "gitlab_kas_api_request",
+            "x_forwarded_for",
+            "private_token",
             "content-type",
             "x-other",
         ] {
