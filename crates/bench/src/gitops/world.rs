@@ -21,7 +21,6 @@ use testkit::{
     agent14::{Agent14, Version},
     agentk::Agentk,
     bench::echo,
-    caller::Caller,
     gitaly::Small,
     gitlab::{GitLab, relative_path},
     kas::{Kas, Options, merge, token},
@@ -77,7 +76,6 @@ pub(super) struct World {
     kubernetes: Kubernetes,
     reader: Reader,
     kas: Kas,
-    caller: Caller,
     agents: Vec<Agentk>,
     configured: Agent14,
 }
@@ -149,12 +147,10 @@ impl World {
         let mut config = gitlab.config();
         merge(&mut config, json!({ "agent": { "gitops": { "max_number_of_files": 1000 } } }));
         let kas = Kas::start_with(Options { config, ..Options::default() }).await?;
-        let caller = kas.caller().await?;
         let mut configured = Agent14::start(kas.agent, &token(CONFIGURED_AGENT), Version::Recent).await?;
         configured.next_configuration().await?.context("the stream ended")?;
         let agents = Vec::new();
-        let mut world =
-            Self { dir, gitlab, _gitaly: gitaly, kubernetes, reader, kas, caller, agents, configured };
+        let mut world = Self { dir, gitlab, _gitaly: gitaly, kubernetes, reader, kas, agents, configured };
         for agent in [SMALL_AGENT, LARGE_AGENT] {
             world.agentk(agent).await?;
         }
@@ -179,7 +175,7 @@ impl World {
     async fn told(&self, place: Place) -> Result<()> {
         let project = Project { id: place.id, full_path: place.path.to_owned() };
         let request = GitPushEventRequest { event: Some(GitPushEvent { project: Some(project) }) };
-        let _: GitPushEventResponse = self.caller.unary(PUSHED, &request).await?;
+        let _: GitPushEventResponse = self.kas.caller().await?.unary(PUSHED, &request).await?;
         Ok(())
     }
 
@@ -236,7 +232,7 @@ impl World {
 
     async fn state(&self, agent: i64) -> Result<Option<ProjectSync>> {
         let request = GetSyncRequest { agent_id: agent, ..GetSyncRequest::default() };
-        let answer: GetSyncResponse = self.caller.unary(GET_SYNC, &request).await?;
+        let answer: GetSyncResponse = self.kas.caller().await?.unary(GET_SYNC, &request).await?;
         Ok(answer.projects.into_iter().next())
     }
 
@@ -255,10 +251,14 @@ impl World {
 
     /// Measures calls through kas, one after the other, while something happens.
     pub(super) async fn calls(&self, during: impl Future<Output = Result<()>>) -> Result<Times> {
-        let caller = self.kas.caller().await?;
+        let (mut caller, mut since) = (self.kas.caller().await?, Instant::now());
         let mut all = Vec::new();
         let mut during = std::pin::pin!(during);
         loop {
+            // A token is valid for a minute.
+            if since.elapsed() > Duration::from_secs(30) {
+                (caller, since) = (self.kas.caller().await?, Instant::now());
+            }
             let call = async {
                 let begun = Instant::now();
                 echo(&caller, SMALL_AGENT, vec![b'x'; 100]).await?;
