@@ -27,7 +27,7 @@ pub(crate) struct FuzzArgs {
 const LOG_LINES: usize = 60;
 
 /// How long each target is fuzzed by default, in seconds.
-pub(crate) const SECONDS: u32 = 10;
+const SECONDS: u32 = 10;
 
 /// Fuzzes each target from its seeds.
 pub(crate) fn run(args: &FuzzArgs) -> Result<ExitCode> {
