@@ -185,7 +185,7 @@ impl JwtVerifier {
                 Err(error) => {
                     match error.kind() {
                         ErrorKind::InvalidIssuer => self.log_issuer(token),
-                        // Times are checked after the signature: who knows the secret is told.
+                        // Times are checked after the signature, so only a caller that knows the secret is told.
                         ErrorKind::ExpiredSignature | ErrorKind::ImmatureSignature if self.of_replicas => {
                             return Err(self.other_time(token, now));
                         }
@@ -224,7 +224,7 @@ impl JwtVerifier {
         let signer =
             claims.as_ref().ok().and_then(|claims| claims.actor().subject.clone()).unwrap_or_default();
         let apart = claims.ok().and_then(|claims| claims.iat.as_f64()).map(|made| made - now);
-        // In minutes: who is told logs only what is new, and a token is up to 20 s old.
+        // In minutes: a replica that is told logs only what is new, and a token is up to 20 s old.
         let apart_by = apart.map_or_else(
             || "ahead or behind".to_owned(),
             |apart| {

@@ -35,9 +35,9 @@ pub(crate) const BACKOFF: [Duration; 5] = [
     Duration::from_secs(60),
     Duration::from_secs(300),
 ];
-/// The pauses after another planner was noticed, one after the other; the last one is repeated. The other one
-/// is usually a replica that has just stopped, or a person who has edited the inventory, and is noticed once.
-/// Two that go on get far enough apart for one of them to complete its sync.
+/// The pauses after another writer of the inventory was noticed, one after the other; the last one is
+/// repeated. It is usually a replica that has just stopped, or somebody's edit, and is noticed once. Two
+/// planners that go on get far enough apart for one of them to complete its sync.
 const FENCED: [Duration; 6] = [
     Duration::from_secs(1),
     Duration::from_secs(2),
