@@ -185,7 +185,8 @@ impl JwtVerifier {
                 Err(error) => {
                     match error.kind() {
                         ErrorKind::InvalidIssuer => self.log_issuer(token),
-                        // Times are checked after the signature, so only a caller that knows the secret is told.
+                        // Times are checked after the signature, so only a caller that knows the secret is
+                        // told.
                         ErrorKind::ExpiredSignature | ErrorKind::ImmatureSignature if self.of_replicas => {
                             return Err(self.other_time(token, now));
                         }
