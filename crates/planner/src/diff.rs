@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use gitops::{
-    Action, Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved,
+    Action, Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved, cut,
     decode::File,
 };
 use ids::{AgentId, Impersonation};
@@ -15,7 +15,6 @@ use crate::{
     manifests::{LoadError, Queue},
     planners::{ControlError, Planners, named},
     source::SourceError,
-    task::{cut, message},
 };
 
 /// How long a diff may take.
@@ -191,7 +190,7 @@ impl Planners {
         for id in &ids {
             let report = engine.destroy(&of, Some(id), &head, &|_: gitops::Progress| {}).await;
             if report.outcome != Outcome::Synced {
-                return Err(ControlError::Failed(message(&report)));
+                return Err(ControlError::Failed(report.message()));
             }
             for object in &report.objects {
                 match object.action {

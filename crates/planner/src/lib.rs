@@ -11,10 +11,8 @@
 
 pub mod applier;
 mod asked;
-mod claims;
 mod context;
 mod diff;
-mod events;
 mod follow;
 pub mod home;
 mod manifests;
