@@ -27,7 +27,7 @@ mod tests;
 pub use self::{
     applier::Applier,
     context::{Clusters, Timing},
-    diff::DiffOf,
+    diff::{Destroyed, DiffOf},
     metrics::{OutcomeLabel, PlannerMetrics, StateLabel},
     planners::{AgentSync, Agents, Configuration, Control, ControlError, Parts, Planners},
     source::{Bounds, FollowedHead, Heads, ReadLimits, Source, SourceError, Sources},
