@@ -34,7 +34,11 @@ impl GitopsMetrics {
             "Syncs of manifest projects that agentk applies by itself, by their outcome",
             metrics.syncs.clone(),
         );
-        registry.register("gitops_drift", "Objects that differed from what was applied", metrics.drift.clone());
+        registry.register(
+            "gitops_drift",
+            "Objects that differed from what was applied",
+            metrics.drift.clone(),
+        );
         registry.register("gitops_pruned", "Objects that were deleted", metrics.pruned.clone());
         registry.register(
             "gitops_leads",
