@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use testkit::process::SOON;
 use tokio::time::sleep;
 
-use crate::setup::Setup;
+use crate::setup::{Setup, push};
 
 #[tokio::test]
 async fn a_hook_waits_for_its_agent_while_its_home_dies() -> Result<()> {
@@ -69,13 +69,13 @@ async fn nothing_that_was_accepted_is_lost_while_replicas_die_and_restart() -> R
     // Senders at each replica, which is sometimes away.
     let senders: Vec<_> = (0..3)
         .map(|n| {
-            let (send, accepted, is_over) = (it.sender(n), Arc::clone(&accepted), Arc::clone(&is_over));
+            let (address, accepted, is_over) = (it.listen(n), Arc::clone(&accepted), Arc::clone(&is_over));
             tokio::spawn(async move {
                 let mut sent = 0;
                 while !is_over.load(Ordering::Relaxed) {
                     sent += 1;
                     let name = format!("{n}-{sent}");
-                    if let Ok(told) = send(&name, &name).await
+                    if let Ok(told) = push(address, "push", &name, &name).await
                         && told.status() == 202
                     {
                         accepted.lock().insert(name);

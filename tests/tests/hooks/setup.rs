@@ -267,7 +267,8 @@ impl Setup {
         }
     }
 
-    fn listen(&self, n: usize) -> SocketAddr {
+    /// Returns the address of the listener for hooks of a replica.
+    pub(crate) fn listen(&self, n: usize) -> SocketAddr {
         SocketAddr::new(self.mesh.private(n).ip(), PORT)
     }
 
@@ -328,12 +329,6 @@ impl Setup {
         push(self.listen(n), hook, delivery, body).await
     }
 
-    /// Returns what sends hooks as GitHub does, to a replica.
-    pub(crate) fn sender(&self, n: usize) -> impl AsyncFn(&str, &str) -> Result<Told> + use<> {
-        let address = self.listen(n);
-        async move |delivery, body| push(address, "push", delivery, body).await
-    }
-
     /// Opens a connection to the listener of a replica.
     pub(crate) async fn open(&self, n: usize) -> Result<TcpStream> {
         Ok(TcpStream::connect(self.listen(n)).await?)
@@ -351,7 +346,8 @@ fn key_hash(text: &str) -> String {
     format!("sha256:{}", hex::encode(digest))
 }
 
-async fn push(address: SocketAddr, hook: &str, delivery: &str, body: &str) -> Result<Told> {
+/// Sends a hook as GitHub does.
+pub(crate) async fn push(address: SocketAddr, hook: &str, delivery: &str, body: &str) -> Result<Told> {
     let signature = signature(body);
     let headers = [
         ("content-type", "application/json"),

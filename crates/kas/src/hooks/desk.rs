@@ -23,7 +23,7 @@ const NEW_HOME: Duration = Duration::from_secs(600);
 const COPY_WITHIN: Duration = Duration::from_secs(5);
 /// Hooks of one name per second, and at once.
 const RATE: f64 = 10.0;
-/// Rates that are remembered; old ones are forgotten first.
+/// Rates that are remembered. Of more, all are forgotten: each hook may come ten times again.
 const MOST_RATES: usize = 10_000;
 /// Parsed lists of hooks that are remembered.
 const MOST_PARSED: usize = 1_000;
@@ -161,7 +161,8 @@ impl Desk {
             None => None,
         };
         let is_verified = sent.is_verified(&hook.verify, secret.as_deref(), process::clock::wall());
-        let record = self.observer.arrived(
+        let record = self.observer.arrived_by(
+            Rule::Credential,
             METHOD,
             arrived.peer,
             &HeaderValue::from_str(&arrived.id.to_string()).unwrap_or(HeaderValue::from_static("hook")),
@@ -229,6 +230,9 @@ impl Desk {
         };
         if rates.len() >= MOST_RATES {
             rates.retain(|_, rate| filled(*rate) < RATE);
+            if rates.len() >= MOST_RATES {
+                rates.clear();
+            }
         }
         let rate = rates.entry((agent, Arc::clone(hook))).or_insert((RATE, now));
         let level = filled(*rate);
