@@ -1,7 +1,7 @@
 //! What replicas say to each other: one question at a time to each other replica, with everything that is to
 //! be said.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use ids::{AgentId, ReplicaId};
 
@@ -419,32 +419,51 @@ impl Mailbox {
         if let Some(sender) = targets.iter_mut().find(|target| target.replica == *from && steady) {
             sender.there = There::Held;
         }
-        let accepted = now.before(message.age);
-        let entry = Entry {
-            accepted,
+        let mut entry = Entry {
+            accepted: now.before(message.age),
             changed: now.before(message.state_age),
             due: now,
             in_flight: false,
             targets,
             message: Message { steady: false, ..message },
         };
-        match self.entries.get(&id) {
-            Some(known) if known.rank() >= entry.rank() => return reply,
-            Some(known) => {
-                let in_flight = known.in_flight;
-                self.change(id, |known| *known = Entry { in_flight, ..entry });
-                self.enqueue(Key::Message(id));
+        if let Some(known) = self.entries.get(&id) {
+            if known.message.agent != agent {
+                // Two messages never have the same id: somebody errs.
+                return Reply::Later;
             }
-            None => {
-                let room = self.limits.bytes.saturating_mul(2);
-                let is_kept = entry.message.state != State::Over;
-                if is_kept && self.waiting_bytes.saturating_add(entry.size()) > room {
-                    return Reply::Later;
-                }
-                self.insert(entry);
+            if known.rank() >= entry.rank() {
+                return reply;
             }
+            // What never changes stays what it is.
+            entry.in_flight = known.in_flight;
+            entry.message.hook = Arc::clone(&known.message.hook);
+            entry.message.dedup = known.message.dedup;
+        }
+        if !self.has_room_for(&entry) {
+            return Reply::Later;
+        }
+        if self.entries.contains_key(&id) {
+            self.change(id, |known| *known = entry);
+            self.enqueue(Key::Message(id));
+        } else {
+            self.insert(entry);
         }
         reply
+    }
+
+    /// Whether there is room for a message that another replica has accepted: twice as much as for new ones.
+    fn has_room_for(&self, entry: &Entry) -> bool {
+        let before = self.entries.get(&entry.message.id);
+        let before = before.filter(|known| known.message.state == entry.message.state).map_or(0, Entry::size);
+        let fits = |now: usize, most: usize| {
+            now.saturating_sub(before).saturating_add(entry.size()) <= most.saturating_mul(2)
+        };
+        match entry.message.state {
+            State::Waiting => fits(self.waiting_bytes, self.limits.bytes),
+            State::Dead => fits(self.dead_bytes, self.limits.dead_bytes),
+            State::Over => self.over.len() < self.limits.over.saturating_mul(2),
+        }
     }
 
     fn take_definition(&mut self, definition: Definition, now: Time) -> Reply {

@@ -337,6 +337,32 @@ fn a_large_message_goes_alone_and_a_lost_answer_is_asked_for_again() {
 }
 
 #[test]
+fn what_another_replica_tells_cannot_exceed_the_limits() {
+    let limits = Limits { bytes: 4 << 10, dead_bytes: 4 << 10, over: 2, ..Limits::default() };
+    let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);
+    mailbox.set_members(members(&["a"]), NOW);
+    let first = mailbox.accept(hook(1, 7, None), NOW).unwrap().id;
+    let known = mailbox.entries[&first].message(NOW, true);
+    let mut tell = |message: Message| {
+        let batch = Batch { messages: vec![message], ..Batch::default() };
+        let reply = mailbox.receive(&replica("b"), batch, NOW).0.messages[0];
+        (reply, mailbox.totals(NOW))
+    };
+    // A later version that is larger, and the same id for another agent.
+    let body = Bytes::from(vec![0; 10 << 10]);
+    let (reply, totals) = tell(Message { version: 2, body, ..known.clone() });
+    assert_eq!((reply, totals.waiting), (Reply::Later, 1));
+    assert_eq!(tell(Message { version: 3, agent: agent(8), ..known.clone() }).0, Reply::Later);
+    for n in 10..40 {
+        tell(Message { id: MessageId(n), state: State::Dead, ..known.clone() });
+        tell(Message { id: MessageId(100 + n), state: State::Over, ..known.clone() });
+        tell(Message { id: MessageId(200 + n), ..known.clone() });
+    }
+    assert_eq!(mailbox.over.len(), 4);
+    assert!(mailbox.waiting_bytes <= 8 << 10 && mailbox.dead_bytes <= 8 << 10);
+}
+
+#[test]
 fn ids_are_read_as_they_are_shown() {
     let id = MessageId(0xab);
     assert_eq!(id.to_string(), format!("{:0>32}", "ab"));

@@ -230,8 +230,8 @@ impl Setup {
                 "ports": ports }),
             json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "app", "namespace": "default" } }),
         ];
-        let manifest: Vec<String> = objects.iter().map(ToString::to_string).collect();
-        self.kubernetes.apply(&manifest.join("\n---\n")).await?;
+        let manifest = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+        self.kubernetes.apply(&manifest.to_string()).await?;
         Ok(())
     }
 

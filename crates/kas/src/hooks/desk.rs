@@ -54,6 +54,7 @@ pub(crate) struct Desk {
 }
 
 /// A hook that came to some replica.
+#[derive(Clone)]
 pub(super) struct Arrived {
     pub(super) id: MessageId,
     pub(super) agent: AgentId,

@@ -104,22 +104,12 @@ impl HookListener {
         let mut order = self.desk.post.order(arrived.agent);
         order.truncate(ASKED);
         let mut request = None;
-        let mut arrived = Some(arrived);
         for replica in order {
             let told = if replica == *self.desk.post.me() {
-                // Each replica is asked once.
-                let Some(own) = arrived.take() else { continue };
-                let again = (own.id, own.agent);
-                request.get_or_insert_with(|| to_wire(&own));
-                tracing::trace!(id = %again.0, agent.id = again.1.get(), "a hook is kept here");
-                self.desk.accept(own).await
+                self.desk.accept(arrived.clone()).await
             } else {
-                let request = match (&request, &arrived) {
-                    (Some(request), _) => Bytes::clone(request),
-                    (None, Some(arrived)) => Bytes::clone(request.insert(to_wire(arrived))),
-                    (None, None) => continue,
-                };
-                self.elsewhere(&replica, request).await
+                let request = request.get_or_insert_with(|| to_wire(&arrived));
+                self.elsewhere(&replica, Bytes::clone(request)).await
             };
             if told != Told::NotReady {
                 return told;

@@ -286,6 +286,7 @@ impl Post {
         let mut next_look = Instant::now();
         let mut next_tick = Instant::now();
         loop {
+            while tasks.try_join_next().is_some() {}
             let now = Instant::now();
             if now >= next_look {
                 self.look().await;
