@@ -92,6 +92,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     // Reads commits and files: usable alone, without our other crates.
     ("repository", &[]),
+    // Keeps hooks until they are delivered: the rules, without I/O. Usable alone, except for names.
+    ("mailbox", &["ids"]),
     // Keeps the clusters of agents as their repositories say. It knows neither tunnels nor GitLab.
     ("planner", &["ids", "proto", "process", "cluster", "gitops", "repository"]),
     // The endpoint for kubectl: from an HTTP request to a request of the router.
@@ -149,6 +151,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "repository",
             "planner",
+            "mailbox",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -195,6 +198,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
             "routing",
             "gitops",
+            "mailbox",
             "kas",
         ],
     ),

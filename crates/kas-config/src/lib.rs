@@ -38,6 +38,7 @@ pub use self::{
         gitaly::Gitaly,
         gitlab::{GitLab, GitLabApi},
         gossip::Gossip,
+        hooks::Hooks,
         identity::Identity,
         kubernetes_api::{
             AccessRule, ClaimPattern, ClientCertificates, InvalidClaimPattern, InvalidTemplate,
@@ -69,6 +70,8 @@ pub struct Config {
     pub agent: Agent,
     /// The API listener; always enabled.
     pub api: Api,
+    /// The listener for webhooks; `None`: it is off.
+    pub hooks: Option<Hooks>,
     /// Metrics, probes, logs, traces, the audit log and the status page.
     pub observability: Observability,
     /// Limits on the resources that others can use.

@@ -9,7 +9,7 @@ use crate::{
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
-    gitops, kubeconfig, login,
+    gitops, hooks, kubeconfig, login,
     output::{Output, note},
     pods, probe, replicas, request, token, tracker, why,
 };
@@ -82,6 +82,12 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Environments(args) => {
             api::with_client(global.settings(), async |client| {
                 environments::run(client, output, args, format).await
+            })
+            .await
+        }
+        Command::Hooks(command) => {
+            api::with_client(global.settings(), async |client| {
+                hooks::run(client, output, command, format).await
             })
             .await
         }

@@ -17,6 +17,7 @@ mod explain;
 mod failure;
 mod file_error;
 mod gitops;
+mod hooks;
 mod https;
 mod jwt;
 mod kas_url;

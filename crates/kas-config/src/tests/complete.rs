@@ -317,6 +317,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             secrets: ApiSecrets::Made("/state/api-secret".into()),
             all_secrets_listed: false,
         },
+        hooks: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),

@@ -48,7 +48,7 @@ impl HeldAgents {
     }
 
     /// Returns the agents of this replica with what their `kas.yaml` says, as far as that is known.
-    pub(super) fn files(&self) -> Vec<(Arc<Agent>, KasState)> {
+    pub(crate) fn files(&self) -> Vec<(Arc<Agent>, KasState)> {
         let held = self.held().into_iter();
         held.filter_map(|agent| self.configs.kas_yaml(&agent).map(|state| (agent, state))).collect()
     }

@@ -80,6 +80,11 @@ impl SyncService {
         local_service(server.max_decoding_message_size(MAX_QUESTION).max_encoding_message_size(MAX_ANSWER))
     }
 
+    /// Returns the agents of this replica.
+    pub(crate) fn held_agents(&self) -> Arc<HeldAgents> {
+        Arc::clone(&self.held)
+    }
+
     /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
     /// wait to be pruned.
     pub(crate) fn totals(&self) -> [usize; 4] {
@@ -240,7 +245,7 @@ impl SyncService {
 }
 
 /// Asks another replica.
-pub(super) async fn ask<A: Message + Default>(
+pub(crate) async fn ask<A: Message + Default>(
     peers: &Arc<Peers>,
     replica: &Replica,
     path: &str,

@@ -35,7 +35,8 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
+        ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
         WatchConnectedAgentsResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
@@ -49,6 +50,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     connected::{address, connected, unanswered_replica},
+    hooks::HookQueries,
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
     sync::{MAX_QUESTION, SyncService},
@@ -78,8 +80,9 @@ impl Services {
         gitaly: Option<Arc<gitaly::Client>>,
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
+        hooks: Option<Arc<HookQueries>>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -138,6 +141,8 @@ pub(super) struct Api {
     pub(super) gitaly: Option<Arc<gitaly::Client>>,
     phase: watch::Receiver<Phase>,
     sync: Arc<SyncService>,
+    /// `None`: this kas takes no webhooks.
+    hooks: Option<Arc<HookQueries>>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -564,6 +569,29 @@ impl KasApi for Api {
         request: tonic::Request<ListEnvironmentsRequest>,
     ) -> Result<tonic::Response<ListEnvironmentsResponse>, tonic::Status> {
         self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    async fn list_hooks(
+        &self,
+        request: tonic::Request<ListHooksRequest>,
+    ) -> Result<tonic::Response<ListHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.list(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    async fn replay_hooks(
+        &self,
+        request: tonic::Request<ReplayHooksRequest>,
+    ) -> Result<tonic::Response<ReplayHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.replay(request.get_ref()).await.map(tonic::Response::new)
+    }
+}
+
+impl Api {
+    fn hooks(&self) -> Result<&HookQueries, tonic::Status> {
+        let text = "this kas takes no webhooks: its configuration has no section hooks";
+        self.hooks.as_deref().ok_or_else(|| tonic::Status::failed_precondition(text))
     }
 }
 
