@@ -63,6 +63,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
+    ("views", &[]),
     // Which repositories are followed, and which files of them are read.
     ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
@@ -149,6 +151,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "repository",
             "planner",
+            "views",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -195,6 +198,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
             "routing",
             "gitops",
+            "views",
             "kas",
         ],
     ),
