@@ -51,6 +51,7 @@ pub use self::{
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
         repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
+        views::Views,
     },
 };
 
@@ -79,6 +80,8 @@ pub struct Config {
     pub gitaly: Gitaly,
     /// Repositories on this host.
     pub repositories: Vec<LocalRepository>,
+    /// Rows of objects of agents' clusters.
+    pub views: Views,
 }
 
 impl Config {

@@ -18,3 +18,4 @@ pub mod registrar;
 pub mod replicas;
 pub mod sync;
 mod timestamp;
+pub mod views;

@@ -11,10 +11,10 @@ use std::{
 };
 
 use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
-use futures_util::stream::{self, Stream};
+use futures_util::stream::{self, Stream, StreamExt as _};
 use grpc::Deadline;
 use http::HeaderValue;
-use ids::{AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::{
@@ -37,7 +37,7 @@ use proto::{
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
         ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse, agent_on_replica,
+        WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -53,6 +53,7 @@ use crate::{
     pushes::Pushes,
     sync::{MAX_QUESTION, SyncService},
     timestamp::timestamp,
+    views::Hub,
 };
 use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
@@ -78,8 +79,9 @@ impl Services {
         gitaly: Option<Arc<gitaly::Client>>,
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
+        views: Arc<Hub>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, views };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -138,6 +140,7 @@ pub(super) struct Api {
     pub(super) gitaly: Option<Arc<gitaly::Client>>,
     phase: watch::Receiver<Phase>,
     sync: Arc<SyncService>,
+    views: Arc<Hub>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -564,6 +567,42 @@ impl KasApi for Api {
         request: tonic::Request<ListEnvironmentsRequest>,
     ) -> Result<tonic::Response<ListEnvironmentsResponse>, tonic::Status> {
         self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    type WatchViewStream = ViewStream;
+
+    async fn watch_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, false)
+    }
+
+    type QueryViewStream = ViewStream;
+
+    async fn query_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, true)
+    }
+}
+
+/// The answer to a question about a view.
+type ViewStream = Pin<Box<dyn Stream<Item = Result<WatchViewResponse, tonic::Status>> + Send>>;
+
+impl Api {
+    fn view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+        is_query: bool,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        let caller = request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
+            format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
+        });
+        let answers = self.views.answer(request.into_inner(), &caller, is_query);
+        let answers = answers.map_err(|status| to_tonic(&status))?;
+        Ok(tonic::Response::new(Box::pin(answers.map(|answer| answer.map_err(|status| to_tonic(&status))))))
     }
 }
 
