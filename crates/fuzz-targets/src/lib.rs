@@ -9,6 +9,7 @@ mod kubernetes;
 mod repositories;
 mod requests;
 mod tunnels;
+mod view_answers;
 
 use std::sync::LazyLock;
 
@@ -20,13 +21,14 @@ pub use self::{
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
+    view_answers::view_answers,
 };
 
 /// A target: its name, which is also the name of its folder of seeds, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 21] = [
+pub const ALL: [Target; 22] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -47,6 +49,7 @@ pub const ALL: [Target; 21] = [
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
     ("upgrade", upgrade),
+    ("view_answers", view_answers),
     ("websocket", websocket),
 ];
 
