@@ -77,8 +77,8 @@ pub struct Bounds {
     pub late: Micros,
     /// I8: how long a view may hold an agent that is gone, or a replica that is dead.
     pub stale: Micros,
-    /// I8: how long before the recorded start of its presence a view may already hold an agent: the agent
-    /// records it later than its replica.
+    /// How long before its recorded start and end an agent may already be present (I8) and absent (I9): they
+    /// are recorded later than replicas know of them.
     pub early: Micros,
     /// I8: the same while the owner cannot be reached by the observer, or one of them is paused.
     pub stale_unreachable: Micros,

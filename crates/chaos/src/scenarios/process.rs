@@ -8,7 +8,7 @@ use rand::RngExt as _;
 use testkit::process::Process;
 use tokio::time::{Instant, sleep};
 
-use super::{kills, time};
+use super::{kills, recovery, time};
 use crate::{
     clock,
     measure::{
@@ -114,6 +114,7 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
     let n = run.rng.random_range(0..run.setup.replicas);
+    let before = recovery::sizes(run).await?;
     let at = clock::now();
     run.pause(n, Duration::from_millis(500)).await;
     sleep(Duration::from_secs(2)).await;
@@ -124,7 +125,8 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
         run.seen_by_others(run.learns(&T_RESUME, &T_RESUME_REDIS), n, resumed, Way::Trusted, true).await?;
         sleep(Duration::from_secs(2)).await;
     }
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    recovery::recovered(run, &before, &[]).await
 }
 
 pub(super) async fn one_by_one(run: &mut Run) -> Result<()> {

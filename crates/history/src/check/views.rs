@@ -310,7 +310,10 @@ fn missing(
         let seen = agents.get(agent).is_some_and(|owners| owners.contains(*owner));
         for (there, gone) in presences {
             let from = (*there).max(born).saturating_add(within).max(view.at);
-            let to = (*gone).min(times.end).min(view.until);
+            // That it has left is recorded late, too.
+            let left =
+                if *gone == Micros::MAX { *gone } else { gone.saturating_sub(history.header.bounds.early) };
+            let to = left.min(times.end).min(view.until);
             if from > to {
                 continue;
             }
