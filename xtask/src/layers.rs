@@ -63,6 +63,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
+    ("views", &[]),
     // Which repositories are followed, and which files of them are read.
     ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
@@ -152,6 +154,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "repository",
             "planner",
             "mailbox",
+            "views",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -199,6 +202,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "routing",
             "gitops",
             "mailbox",
+            "views",
             "kas",
         ],
     ),

@@ -10,6 +10,7 @@ mod kubernetes;
 mod repositories;
 mod requests;
 mod tunnels;
+mod view_answers;
 
 use std::sync::LazyLock;
 
@@ -22,13 +23,14 @@ pub use self::{
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
+    view_answers::view_answers,
 };
 
 /// A target: its name, which is also the name of its folder of seeds, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 23] = [
+pub const ALL: [Target; 24] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -51,6 +53,7 @@ pub const ALL: [Target; 23] = [
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
     ("upgrade", upgrade),
+    ("view_answers", view_answers),
     ("websocket", websocket),
 ];
 

@@ -52,6 +52,7 @@ pub use self::{
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
         repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
+        views::Views,
     },
 };
 
@@ -82,6 +83,8 @@ pub struct Config {
     pub gitaly: Gitaly,
     /// Repositories on this host.
     pub repositories: Vec<LocalRepository>,
+    /// Rows of objects of agents' clusters.
+    pub views: Views,
 }
 
 impl Config {

@@ -20,3 +20,4 @@ pub mod registrar;
 pub mod replicas;
 pub mod sync;
 mod timestamp;
+pub mod views;

@@ -9,7 +9,7 @@ use crate::{
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
-    gitops, hooks, kubeconfig, login,
+    get, gitops, hooks, kubeconfig, login,
     output::{Output, note},
     pods, probe, replicas, request, token, tracker, why,
 };
@@ -59,6 +59,10 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         }
         Command::Pods(args) => {
             api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await)
+                .await
+        }
+        Command::Get(args) => {
+            api::with_client(global.settings(), async |client| get::run(client, output, args, format).await)
                 .await
         }
         Command::Replicas => {

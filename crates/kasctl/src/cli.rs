@@ -1,5 +1,6 @@
 //! The command line. The manual pages are generated from these texts.
 
+mod get;
 mod kubectl;
 mod login;
 mod probe;
@@ -12,11 +13,13 @@ use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
 use self::{
+    get::GET_HELP,
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
     probe::PROBE_HELP,
 };
 pub(crate) use self::{
+    get::GetArgs,
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
@@ -36,6 +39,7 @@ const ROOT_HELP: &str = "\
 Examples:
   kasctl agents                     connected agents, and the kas replica of each
   kasctl pods 7 -n default          pods in the cluster of agent 7
+  kasctl get pods --agents all -w   pods in the clusters of all agents, and every change
   kasctl request 7 GET /version     a request to the Kubernetes API of agent 7
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
@@ -383,6 +387,9 @@ pub(crate) enum Command {
     /// List the pods in the cluster of an agent
     #[command(after_help = PODS_HELP)]
     Pods(PodsArgs),
+    /// Show objects of many clusters as kubectl get does, and keep the rows fresh
+    #[command(after_help = GET_HELP)]
+    Get(GetArgs),
     /// List the replicas of kas, their health, and their problems
     #[command(after_help = REPLICAS_HELP)]
     Replicas,

@@ -16,6 +16,7 @@ mod environments;
 mod explain;
 mod failure;
 mod file_error;
+mod get;
 mod gitops;
 mod hooks;
 mod https;
