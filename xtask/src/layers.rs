@@ -173,6 +173,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kube-request",
             // Of its policy file.
             "settings",
+            // Where kas does not apply.
+            "gitops",
         ],
     ),
     ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),

@@ -520,6 +520,9 @@ pub(crate) enum GitopsCommand {
         /// The namespace of the inventory: default_namespace of the manifest project
         #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
         namespace: String,
+        /// Only show what would be deleted
+        #[arg(long, conflicts_with = "yes")]
+        dry_run: bool,
     },
 }
 
@@ -538,7 +541,7 @@ pub(crate) struct GitopsTarget {
 #[derive(Debug, Args)]
 pub(crate) struct ConfirmedTarget {
     #[command(flatten)]
-    target: GitopsTarget,
+    pub(crate) target: GitopsTarget,
     /// Delete without asking
     #[arg(long)]
     yes: bool,

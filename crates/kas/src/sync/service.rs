@@ -135,16 +135,19 @@ impl SyncService {
         if request.project.is_empty() {
             return Err(Status::invalid_argument("project is needed"));
         }
+        let text = |message| ControlSyncResponse { message, objects: Vec::new() };
         let done = match request.action() {
-            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await,
-            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await,
-            Action::Destroy => {
+            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await.map(text),
+            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await.map(text),
+            action @ (Action::Destroy | Action::ShowDestroy) => {
+                let is_dry = action == Action::ShowDestroy;
                 let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
-                self.planners.destroy(agent, &request.project, namespace).await
+                let done = self.planners.destroy(agent, &request.project, namespace, is_dry).await;
+                done.map(|done| ControlSyncResponse { message: done.message, objects: done.objects })
             }
             Action::Unknown => return Err(Status::invalid_argument("action is needed")),
         };
-        done.map(|message| ControlSyncResponse { message }).map_err(|error| convert::status(&error))
+        done.map_err(|error| convert::status(&error))
     }
 
     /// Makes a diff at the home of the agent.
