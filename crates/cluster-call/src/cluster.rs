@@ -13,7 +13,7 @@ use observe::{
 use routing::router::Router;
 use tokio::{sync::Semaphore, time::Instant};
 
-use crate::{Call, Request, Response, send};
+use crate::{Budget, Call, Request, Response, send};
 
 /// What the requests of a [`Cluster`] have in common.
 #[derive(Clone, Debug)]
@@ -22,6 +22,8 @@ pub struct ClusterSettings {
     pub agent: AgentId,
     /// The name of the task in the audit log, such as `gitops:group/project`.
     pub task: String,
+    /// Who asked for the task, as the audit log tells; `None`: kas itself, with the name of the task.
+    pub actor: Option<Arc<Actor>>,
     /// Where the task comes from, for the audit log: one word.
     pub source: &'static str,
     /// What requests call themselves, for the audit log of the API server.
@@ -36,12 +38,14 @@ pub struct ClusterSettings {
     pub at_once: usize,
     /// The largest body of a response, in bytes.
     pub max_body: usize,
+    /// What responses may hold together, also with those of other agents; `None`: there is no such limit.
+    pub budget: Option<Arc<Budget>>,
 }
 
 /// The API server of one agent.
 ///
-/// Each request has its own record in the audit log, whose actor has the issuer `kas` and the task as its
-/// subject.
+/// Each request has its own record in the audit log. Unless the settings name an actor, it has the issuer
+/// `kas` and the task as its subject.
 pub struct Cluster {
     router: Arc<Router>,
     observer: Arc<Observer>,
@@ -59,9 +63,10 @@ impl std::fmt::Debug for Cluster {
 impl Cluster {
     /// Returns the API server of an agent.
     pub fn new(router: Arc<Router>, observer: Arc<Observer>, settings: ClusterSettings) -> Self {
-        let actor = Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) };
+        let of_task = || Arc::new(Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) });
+        let actor = settings.actor.clone().unwrap_or_else(of_task);
         let permits = Arc::new(Semaphore::new(settings.at_once.max(1)));
-        Self { router, observer, settings, actor: Arc::new(actor), permits }
+        Self { router, observer, settings, actor, permits }
     }
 
     /// Returns the same API server for another task, which shares the limit of requests at once.
@@ -82,7 +87,8 @@ impl Cluster {
     pub async fn send(&self, request: Request) -> Result<Response, Status> {
         // The semaphore is never closed.
         let _permit = self.permits.acquire().await;
-        let ClusterSettings { agent, source, impersonation, timeout, find, max_body, .. } = &self.settings;
+        let ClusterSettings { agent, source, impersonation, timeout, find, max_body, budget, .. } =
+            &self.settings;
         let id = format!("{:032x}", rand::random::<u128>());
         let audit_id = format!("kas-{id}");
         let fields = EndpointFields {
@@ -105,8 +111,7 @@ impl Cluster {
         });
         record.allowed_at_endpoint(method, &HeaderMap::new());
         let mut ending = Ending { record: record.clone(), end: None };
-        let correlation =
-            HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("kas-gitops"));
+        let correlation = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("kas"));
         let call = Call {
             agent: *agent,
             connection: None,
@@ -116,6 +121,7 @@ impl Cluster {
             wait_until: Instant::now().checked_add(*find),
             record: &record,
             max_body: *max_body,
+            budget: budget.as_deref(),
         };
         let request = request
             .header("Audit-Id", audit_id)

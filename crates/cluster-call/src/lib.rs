@@ -3,9 +3,12 @@
 //! [`send`] sends one request and reads its complete response. Everything that kas asks of a cluster uses it,
 //! so it works with every agent that serves `KubernetesApi`. [`Cluster`] adds what a task that makes many
 //! requests needs: an identity, records in the audit log, and a limit of the tunnels that it occupies.
+//! [`ServiceRequest`] is one to a Service of the cluster, by the API server's proxy.
 
 mod api;
+mod budget;
 mod cluster;
+mod service;
 
 use std::sync::Arc;
 
@@ -21,7 +24,11 @@ use routing::router::{AgentRequest, ChosenAgentk, RouteTrace, Router};
 use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
 
-pub use self::cluster::{Cluster, ClusterSettings};
+pub use self::{
+    budget::Budget,
+    cluster::{Cluster, ClusterSettings},
+    service::{ServiceRequest, ServiceResponse},
+};
 
 /// A request to an API server.
 #[derive(Clone, Debug)]
@@ -70,6 +77,8 @@ pub struct Call<'a> {
     pub record: &'a RequestRecord,
     /// The largest body of a response, in bytes.
     pub max_body: usize,
+    /// What responses may hold together; `None`: there is no such limit.
+    pub budget: Option<&'a Budget>,
 }
 
 pub use http_tunnel::kas_end::Response;
@@ -78,8 +87,9 @@ pub use http_tunnel::kas_end::Response;
 ///
 /// # Errors
 /// Errors of the router, `UNIMPLEMENTED` if the target cannot be sent to this agent, `RESOURCE_EXHAUSTED` if
-/// the response is too large, and `INTERNAL` if it is incomplete. [`Status::outcome`] tells whether the
-/// request may have reached the API server; `None` means that it may have.
+/// the response is too large or the budget is used up, and `INTERNAL` if it is incomplete.
+/// [`Status::outcome`] tells whether the request may have reached the API server; `None` means that it may
+/// have.
 ///
 /// # Cancel safety
 /// Dropping the future cancels the request, which may have reached the API server by then.
@@ -120,7 +130,11 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
     if let Head::Only(_, status) = answer.head {
         return Err(if status.code() == Code::Ok { kas_end::incomplete() } else { status });
     }
-    let reading = kas_end::read_response(answer.body, call.max_body);
+    let admit = |bytes| match call.budget {
+        None => Ok(()),
+        Some(budget) => budget.take(bytes),
+    };
+    let reading = kas_end::read_response_within(answer.body, call.max_body, admit);
     match call.deadline.instant() {
         None => reading.await,
         Some(at) => tokio::time::timeout_at(at, reading).await.unwrap_or_else(|_| {

@@ -16,7 +16,7 @@ use observe::Observer;
 use planner::{Applier, Clusters, ReadLimits};
 use routing::router::Router;
 
-pub(crate) use self::service::MAX_QUESTION;
+pub(crate) use self::service::{MAX_QUESTION, ask};
 pub use self::service::SyncService;
 pub(crate) use self::{
     agents::HeldAgents,
@@ -48,6 +48,7 @@ impl Clusters for TunnelClusters {
         let settings = ClusterSettings {
             agent,
             task,
+            actor: None,
             source: "gitops",
             // The replica is named, so that the API server's audit log tells planners apart.
             user_agent: format!("kas/gitops:{}", self.me),
@@ -56,6 +57,7 @@ impl Clusters for TunnelClusters {
             find: FIND,
             at_once: gitops::Budget::CONCURRENT,
             max_body: gitops::MAX_RESPONSE,
+            budget: None,
         };
         Arc::new(Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings))
     }

@@ -86,6 +86,22 @@ where
     B: http_body::Body<Data = Bytes> + Unpin,
     B::Error: Into<grpc::BoxError>,
 {
+    read_response_within(body, max, |_| Ok(())).await
+}
+
+/// As [`read_response`]. `admit` is asked before each part of the body is kept, with its length in bytes.
+///
+/// # Errors
+/// As of [`read_response`], and what `admit` returns.
+pub async fn read_response_within<B>(
+    body: B,
+    max: usize,
+    mut admit: impl FnMut(usize) -> Result<(), Status>,
+) -> Result<Response, Status>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<grpc::BoxError>,
+{
     let mut reader = MessageReader::new(body, MAX_MESSAGE);
     let mut head = None;
     let mut complete = false;
@@ -103,6 +119,7 @@ where
                         format!("the API server's response is larger than {max} bytes"),
                     ));
                 }
+                admit(data.data.len())?;
                 content.extend_from_slice(&data.data);
             }
             Some(http_response::Message::Trailer(_)) => complete = true,

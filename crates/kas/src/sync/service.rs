@@ -74,6 +74,11 @@ impl SyncService {
         Arc::new(Self { planners, tracker, me, peers, held })
     }
 
+    /// Returns the agents of this replica.
+    pub(crate) fn held(&self) -> &Arc<HeldAgents> {
+        &self.held
+    }
+
     /// Returns the service for other replicas.
     pub(crate) fn for_replicas(self: &Arc<Self>) -> (String, LocalService) {
         let server = SyncServer::new(Here(Arc::clone(self)));
@@ -240,7 +245,7 @@ impl SyncService {
 }
 
 /// Asks another replica.
-pub(super) async fn ask<A: Message + Default>(
+pub(crate) async fn ask<A: Message + Default>(
     peers: &Arc<Peers>,
     replica: &Replica,
     path: &str,
