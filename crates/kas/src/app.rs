@@ -48,6 +48,7 @@ use self::{
 };
 use crate::{
     certificates::{CertificateMetrics, Certificates},
+    fleet::{AgentFiles, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -394,6 +395,7 @@ impl Kas {
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
+        let fleet_metrics = Arc::new(FleetMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -501,6 +503,9 @@ impl Kas {
             peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         };
         let (planners, sync) = git.planners(&config, uses);
+        let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
+        let me = replica.id.clone();
+        let files = AgentFiles::new(Arc::clone(sync.held()), Arc::clone(&tracker), me, peers);
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -552,6 +557,7 @@ impl Kas {
             let mut services =
                 Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             services.push(sync.for_replicas());
+            services.push(files.for_replicas());
             services.push(pushes.service());
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
@@ -600,6 +606,8 @@ impl Kas {
                 usage,
                 tracker: Arc::clone(&tracker),
                 sync: Arc::clone(&sync),
+                files,
+                fleet_metrics,
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
