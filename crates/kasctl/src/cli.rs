@@ -3,6 +3,7 @@
 mod kubectl;
 mod login;
 mod probe;
+mod promql;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -15,11 +16,13 @@ use self::{
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
     probe::PROBE_HELP,
+    promql::PROMQL_HELP,
 };
 pub(crate) use self::{
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
+    promql::PromqlArgs,
 };
 use crate::{
     address::Address,
@@ -376,6 +379,9 @@ pub(crate) enum Command {
     /// List the environments that agents stand for, and how their manifests fare
     #[command(after_help = ENVIRONMENTS_HELP)]
     Environments(EnvironmentsArgs),
+    /// Ask the Prometheus servers of many clusters as if they were one
+    #[command(after_help = PROMQL_HELP)]
+    Promql(Box<PromqlArgs>),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),

@@ -33,6 +33,7 @@ mod oidc;
 mod output;
 mod pods;
 mod probe;
+mod promql;
 mod replicas;
 mod request;
 mod secret;
