@@ -4,6 +4,7 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod fleet;
 mod http2;
 mod kubernetes;
 mod repositories;
@@ -17,6 +18,7 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    fleet::{prometheus_answers, promql},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
@@ -26,7 +28,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 21] = [
+pub const ALL: [Target; 23] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -42,6 +44,8 @@ pub const ALL: [Target; 21] = [
     ("kubernetes_requests", kubernetes_requests),
     ("manifests", manifests),
     ("private_messages", private_messages),
+    ("prometheus_answers", prometheus_answers),
+    ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
     ("tunnel_frames", tunnel_frames),
