@@ -22,8 +22,6 @@ pub struct ClusterSettings {
     pub agent: AgentId,
     /// The name of the task in the audit log, such as `gitops:group/project`.
     pub task: String,
-    /// Who asked for the task, as the audit log tells; `None`: kas itself, with the name of the task.
-    pub actor: Option<Arc<Actor>>,
     /// Where the task comes from, for the audit log: one word.
     pub source: &'static str,
     /// What requests call themselves, for the audit log of the API server.
@@ -38,20 +36,20 @@ pub struct ClusterSettings {
     pub at_once: usize,
     /// The largest body of a response, in bytes.
     pub max_body: usize,
-    /// What responses may hold together, also with those of other agents; `None`: there is no such limit.
-    pub budget: Option<Arc<Budget>>,
 }
 
 /// The API server of one agent.
 ///
-/// Each request has its own record in the audit log. Unless the settings name an actor, it has the issuer
-/// `kas` and the task as its subject.
+/// Each request has its own record in the audit log, whose actor has the issuer `kas` and the task as its
+/// subject, unless another one is [given](Self::with_actor).
 pub struct Cluster {
     router: Arc<Router>,
     observer: Arc<Observer>,
     settings: ClusterSettings,
     actor: Arc<Actor>,
     permits: Arc<Semaphore>,
+    /// What responses may hold together; `None`: there is no such limit.
+    budget: Option<Arc<Budget>>,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -63,10 +61,21 @@ impl std::fmt::Debug for Cluster {
 impl Cluster {
     /// Returns the API server of an agent.
     pub fn new(router: Arc<Router>, observer: Arc<Observer>, settings: ClusterSettings) -> Self {
-        let of_task = || Arc::new(Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) });
-        let actor = settings.actor.clone().unwrap_or_else(of_task);
+        let actor = Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) };
         let permits = Arc::new(Semaphore::new(settings.at_once.max(1)));
-        Self { router, observer, settings, actor, permits }
+        Self { router, observer, settings, actor: Arc::new(actor), permits, budget: None }
+    }
+
+    /// Names who asked for the task, for the audit log.
+    #[must_use]
+    pub fn with_actor(self, actor: Arc<Actor>) -> Self {
+        Self { actor, ..self }
+    }
+
+    /// Counts what responses hold, also with those of other agents.
+    #[must_use]
+    pub fn with_budget(self, budget: Arc<Budget>) -> Self {
+        Self { budget: Some(budget), ..self }
     }
 
     /// Returns the same API server for another task, which shares the limit of requests at once.
@@ -87,7 +96,7 @@ impl Cluster {
     pub async fn send(&self, request: Request) -> Result<Response, Status> {
         // The semaphore is never closed.
         let _permit = self.permits.acquire().await;
-        let ClusterSettings { agent, source, impersonation, timeout, find, max_body, budget, .. } =
+        let ClusterSettings { agent, source, impersonation, timeout, find, max_body, .. } =
             &self.settings;
         let id = format!("{:032x}", rand::random::<u128>());
         let audit_id = format!("kas-{id}");
@@ -121,7 +130,7 @@ impl Cluster {
             wait_until: Instant::now().checked_add(*find),
             record: &record,
             max_body: *max_body,
-            budget: budget.as_deref(),
+            budget: self.budget.as_deref(),
         };
         let request = request
             .header("Audit-Id", audit_id)

@@ -81,7 +81,6 @@ impl FleetService {
         let settings = ClusterSettings {
             agent,
             task: task.to_owned(),
-            actor: Some(actor),
             source: "fleet",
             user_agent: format!("kas/{task}"),
             impersonation: run_as.map(|run_as| (*run_as).clone()),
@@ -89,9 +88,9 @@ impl FleetService {
             find: FIND.min(timeout),
             at_once: 4,
             max_body,
-            budget,
         };
-        Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings)
+        let (router, observer) = (Arc::clone(&self.router), Arc::clone(&self.observer));
+        Cluster::new(router, observer, settings).with_actor(actor).with_budget(budget)
     }
 }
 
@@ -103,7 +102,7 @@ struct CallSettings<'a> {
     run_as: Option<Arc<Impersonation>>,
     timeout: Duration,
     max_body: usize,
-    budget: Option<Arc<Budget>>,
+    budget: Arc<Budget>,
 }
 
 #[async_trait]

@@ -48,7 +48,6 @@ impl Clusters for TunnelClusters {
         let settings = ClusterSettings {
             agent,
             task,
-            actor: None,
             source: "gitops",
             // The replica is named, so that the API server's audit log tells planners apart.
             user_agent: format!("kas/gitops:{}", self.me),
@@ -57,7 +56,6 @@ impl Clusters for TunnelClusters {
             find: FIND,
             at_once: gitops::Budget::CONCURRENT,
             max_body: gitops::MAX_RESPONSE,
-            budget: None,
         };
         Arc::new(Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings))
     }

@@ -188,7 +188,7 @@ impl Many<'_> {
                 run_as: member.run_as.clone(),
                 timeout: settings.timeout,
                 max_body: settings.answer,
-                budget: Some(Arc::clone(&budget)),
+                budget: Arc::clone(&budget),
             });
             Ok(Asker { cluster, server })
         };

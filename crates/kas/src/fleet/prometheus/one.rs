@@ -184,7 +184,7 @@ impl FleetService {
             run_as: impersonated(authorized.run_as),
             timeout: self.settings.timeout,
             max_body: self.settings.answer,
-            budget: Some(budget),
+            budget,
         });
         let told = ask(&cluster, &server, path, &form).await;
         self.metrics.agents(usize::from(told.is_ok()), usize::from(told.is_err()));
