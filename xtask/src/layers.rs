@@ -67,6 +67,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("fleet", &["ids"]),
     // Takes PromQL apart and merges answers: usable alone, without I/O or our other crates.
     ("promql", &[]),
+    // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
+    ("views", &[]),
     // Which repositories are followed, and which files of them are read.
     ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
@@ -119,6 +121,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     // Reads commits and files: usable alone, without our other crates.
     ("repository", &[]),
+    // Keeps hooks until they are delivered: the rules, without I/O. Usable alone, except for names.
+    ("mailbox", &["ids"]),
     // Keeps the clusters of agents as their repositories say. It knows neither tunnels nor GitLab.
     ("planner", &["ids", "proto", "process", "cluster", "gitops", "repository"]),
     // The endpoint for kubectl: from an HTTP request to a request of the router.
@@ -178,6 +182,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "planner",
             "fleet",
             "promql",
+            "mailbox",
+            "views",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -196,6 +202,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kube-request",
             // Of its policy file.
             "settings",
+            // Where kas does not apply.
+            "gitops",
         ],
     ),
     ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),
@@ -226,6 +234,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "fleet",
             "promql",
+            "mailbox",
+            "views",
             "kas",
         ],
     ),

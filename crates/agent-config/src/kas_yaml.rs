@@ -1,5 +1,7 @@
 //! Parses `kas.yaml` of an agent, a file beside its `config.yaml` that GitLab does not read.
 
+pub mod hooks;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
@@ -10,6 +12,8 @@ use ids::{Impersonation, Pattern};
 use promql::Scope;
 use serde_json::Value;
 use settings::walk::{self, Rule, Section, Unknown};
+
+use self::hooks::Hooks;
 
 /// The time between two checks for drift.
 const CHECK: Duration = Duration::from_secs(300);
@@ -39,6 +43,8 @@ pub struct KasYaml {
     pub labels: BTreeMap<String, String>,
     /// Where Prometheus is in the cluster; `None`: nowhere.
     pub prometheus: Option<Prometheus>,
+    /// The webhooks that the agent takes.
+    pub hooks: Hooks,
 }
 
 /// A Prometheus server in the cluster of an agent.
@@ -61,6 +67,7 @@ impl Default for KasYaml {
             identities: BTreeMap::new(),
             labels: BTreeMap::new(),
             prometheus: None,
+            hooks: Hooks::default(),
         }
     }
 }
@@ -76,12 +83,21 @@ pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
     // The names of projects and labels are keys, so they are read without the walk.
     let labels = root.as_object_mut().and_then(|root| root.remove("labels"));
     let projects = root.get_mut("gitops").and_then(Value::as_object_mut).and_then(|it| it.remove("projects"));
+    let hooks = root.as_object_mut().and_then(|root| root.remove("hooks"));
     let (mut parsed, report) = walk::walk(&root, Unknown::Fails, read);
     if let Some(problem) = report.problems.first() {
         return Err(problem.to_string());
     }
     parsed.identities = identities(projects)?;
     parsed.labels = self::labels(labels)?;
+    parsed.hooks = Hooks::parse(hooks)?;
+    if let Some(namespaces) = &parsed.namespaces {
+        for (at, hook) in parsed.hooks.list().iter().enumerate() {
+            if hook.deliver.namespace().is_none_or(|namespace| !namespaces.contains(namespace)) {
+                return Err(format!("hooks[{at}].deliver: expected a namespace of the list namespaces"));
+            }
+        }
+    }
     for (key, count) in [
         ("environments", parsed.environments.len()),
         ("namespaces", parsed.namespaces.as_ref().map_or(0, BTreeSet::len)),

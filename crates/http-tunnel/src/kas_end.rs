@@ -7,7 +7,8 @@ mod first_message;
 pub use self::{
     action::impersonated_user,
     client::{
-        Response, impersonation_extra, incomplete, read_response, read_response_within, request_messages,
+        Response, ResponseReader, impersonation_extra, incomplete, read_response, read_response_within,
+        request_messages,
     },
     first_message::{FirstMessage, read_first_message},
 };

@@ -317,6 +317,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             secrets: ApiSecrets::Made("/state/api-secret".into()),
             all_secrets_listed: false,
         },
+        hooks: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),
@@ -362,6 +363,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             max_series: 50_000,
             per_caller: 4,
         },
+        views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();
