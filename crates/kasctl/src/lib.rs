@@ -35,6 +35,7 @@ mod oidc;
 mod output;
 mod pods;
 mod probe;
+mod promql;
 mod replicas;
 mod request;
 mod secret;
