@@ -12,6 +12,7 @@ mod credential_source;
 mod diff;
 mod diff_at;
 mod duration;
+mod endpoint;
 mod environments;
 mod explain;
 mod failure;

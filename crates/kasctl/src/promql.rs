@@ -3,19 +3,16 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, StatusCode, header};
-use http_body_util::Full;
+use http::{Request, Response, StatusCode, header};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use process::clock;
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
-    agent_list::said,
     cli::{Format, Global, PromqlArgs},
+    endpoint::{Endpoint, Error, said},
     failure::{Exit, Failure},
-    https::{self, send_within},
-    kas_url::KasUrl,
     output::{Output, note},
     table::{Table, excerpt, printable},
 };
@@ -24,38 +21,6 @@ use crate::{
 const TIMEOUT: Duration = Duration::from_secs(200);
 /// The largest answer, in bytes.
 const MAX_ANSWER: usize = 256 << 20;
-
-/// Why there is no answer.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// No connection. Nothing was sent.
-    #[error("cannot reach kas at {url}: {why}")]
-    Connect {
-        /// The URL of kas.
-        url: String,
-        /// The cause, and what to do.
-        why: String,
-    },
-    /// kas refused the credential.
-    #[error("kas at {url} refused the credential: {why}")]
-    Refused {
-        /// The URL of kas.
-        url: String,
-        /// What kas said.
-        why: String,
-    },
-    /// The expression is refused, or no agent answered.
-    #[error("kas at {url} did not answer: {why}")]
-    Answer {
-        /// The URL of kas.
-        url: String,
-        /// What it answered.
-        why: String,
-    },
-    /// `--ca-file` cannot be used.
-    #[error("{0}; set a PEM file with certificates with --ca-file")]
-    CaFile(#[source] https::Error),
-}
 
 /// The answer of the HTTP API of Prometheus.
 #[derive(Debug, Deserialize)]
@@ -97,33 +62,21 @@ pub(crate) async fn run(global: Global, mut output: Output, args: &PromqlArgs) -
     let now = clock::wall();
     let token = args.source().token(None, now).await?;
     let url = &args.url;
-    let failed = |why: String| Error::Answer { url: url.to_string(), why };
-    let mut bearer = HeaderValue::try_from(format!("Bearer {}", token.expose()))
-        .map_err(|error| failed(error.to_string()))?;
-    bearer.set_sensitive(true);
-    let (path, form) = question(args, now).map_err(failed)?;
+    let endpoint = Endpoint { url, what: "did not answer" };
+    let (path, form) = question(args, now).map_err(|why| endpoint.failed(why))?;
     let agents = utf8_percent_encode(&args.agents, NON_ALPHANUMERIC);
     let target = url.fleet(&format!("prometheus/select/{agents}/api/v1/{path}"));
-    let mut request = Request::post(target)
-        .header(header::ACCEPT, "application/json")
-        .header(header::CONTENT_TYPE, "application/x-www-form-urlencoded")
-        .header(header::AUTHORIZATION, bearer);
+    let mut request = Request::post(target).header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
     if args.require_all {
         request = request.header("kas-fleet-require", "all");
     }
-    let request = request.body(Full::from(form)).map_err(|error| failed(error.to_string()))?;
-    let sent = send_within(limit, &global.tls(), request, MAX_ANSWER).await;
-    let response = sent.map_err(|error| match error {
-        https::Error::Connect(why) => Error::Connect { url: url.to_string(), why },
-        https::Error::Response(why) => failed(why),
-        error @ https::Error::CaFile(_) => Error::CaFile(error),
-    })?;
-    let answer = read(url, &response)?;
+    let response = endpoint.send(&global.tls(), &token, request, form.into(), (limit, MAX_ANSWER)).await?;
+    let answer = read(endpoint, &response)?;
     for warning in &answer.warnings {
         note(format_args!("warning: {}", printable(warning)));
     }
     match global.output {
-        Format::Table => output.write(text(url, &answer)?.as_bytes()).await?,
+        Format::Table => output.write(text(endpoint, &answer)?.as_bytes()).await?,
         Format::Json => {
             let mut line = response.body().to_vec();
             line.push(b'\n');
@@ -163,12 +116,9 @@ fn question(args: &PromqlArgs, now: Duration) -> Result<(&'static str, String), 
     }
 }
 
-fn read(url: &KasUrl, response: &Response<Bytes>) -> Result<Answer, Error> {
+fn read(endpoint: Endpoint<'_>, response: &Response<Bytes>) -> Result<Answer, Error> {
     let status = response.status();
-    if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
-        return Err(Error::Refused { url: url.to_string(), why: said(status, response.body()) });
-    }
-    let failed = |why: String| Error::Answer { url: url.to_string(), why };
+    let failed = |why: String| endpoint.failed(why);
     let answer: Answer = serde_json::from_slice(response.body()).map_err(|error| {
         failed(format!(
             "it answered with something else ({error}, HTTP {status}); is --url the endpoint for kubectl?"
@@ -182,12 +132,9 @@ fn read(url: &KasUrl, response: &Response<Bytes>) -> Result<Answer, Error> {
 }
 
 /// Returns the answer as a table: a row for each sample.
-fn text(url: &KasUrl, answer: &Answer) -> Result<String, Error> {
+fn text(endpoint: Endpoint<'_>, answer: &Answer) -> Result<String, Error> {
     let Some(data) = &answer.data else { return Ok(String::new()) };
-    let wrong = |error: serde_json::Error| Error::Answer {
-        url: url.to_string(),
-        why: format!("it answered with something else: {error}"),
-    };
+    let wrong = |error: serde_json::Error| endpoint.not_json(&error);
     if matches!(data.result_type.as_str(), "scalar" | "string") {
         let (_, value): (f64, String) = serde_json::from_value(data.result.clone()).map_err(wrong)?;
         return Ok(format!("{}\n", printable(&value)));

@@ -15,13 +15,11 @@ use serde_json::Value;
 
 use super::{
     About,
-    fleet::{Asked, read},
+    fleet::{Asked, read, routes::FILES},
     of_kas,
 };
 use crate::{KubernetesApi, ended_by::EndedBy, failure::Failure, record::Ending, selection};
 
-/// The largest body, in bytes: 20 MiB of files, their paths, and what JSON adds.
-pub(super) const MOST_BODY: usize = 24 << 20;
 /// The most files of a diff.
 const MOST_FILES: usize = 10_000;
 /// The content of all files together, in bytes.
@@ -155,7 +153,7 @@ impl KubernetesApi {
         let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
 
         let making = async {
-            let body = read(body, MOST_BODY, self.open.limits().silent_upload).await?;
+            let body = read(body, FILES, self.open.limits().silent_upload).await?;
             let files = tokio::task::spawn_blocking(move || files(&body)).await;
             let files = files.unwrap_or_else(|error| Err(format!("the files could not be read: {error}")));
             let files = files.map_err(|text| Failure::malformed(format!("the body: {text}")))?;

@@ -48,6 +48,8 @@ pub enum FleetRoute {
 
 /// Reading, and questions in a form.
 const ASK: &[&str] = &["GET", "HEAD", "POST"];
+/// The largest body of a diff, in bytes: 20 MiB of files, their paths, and what JSON adds.
+pub(crate) const FILES: usize = 24 << 20;
 /// The largest form of a question to Prometheus.
 const FORM: usize = 64 << 10;
 
@@ -57,7 +59,7 @@ pub(crate) const ROUTES: &[Route] = &[
         pattern: "/fleet/diff",
         methods: &["POST"],
         auth: Auth::AgentOfQuery,
-        most_body: crate::serve::diff::MOST_BODY,
+        most_body: FILES,
         serves: Serves::Diff,
     },
     Route {
