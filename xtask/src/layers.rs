@@ -63,12 +63,30 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Which agents of a fleet are meant: usable alone, without I/O.
+    ("fleet", &["ids"]),
+    // Takes PromQL apart and merges answers: usable alone, without I/O or our other crates.
+    ("promql", &[]),
+    // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
+    ("views", &[]),
     // Which repositories are followed, and which files of them are read.
     ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
     (
         "agent-config",
-        &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab", "repository", "git-sources"],
+        &[
+            "ids",
+            "proto",
+            "process",
+            "grpc",
+            "settings",
+            "kas-config",
+            "gitlab",
+            "repository",
+            "git-sources",
+            "fleet",
+            "promql",
+        ],
     ),
     // What is recorded of each request.
     (
@@ -88,7 +106,18 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Requests of kas itself to the API server of an agent.
     (
         "cluster-call",
-        &["ids", "proto", "grpc", "tunnel", "http-tunnel", "kube-request", "gitops", "observe", "routing"],
+        &[
+            "ids",
+            "proto",
+            "grpc",
+            "tunnel",
+            "http-tunnel",
+            "kube-request",
+            "gitops",
+            "observe",
+            "routing",
+            "fleet",
+        ],
     ),
     // Reads commits and files: usable alone, without our other crates.
     ("repository", &[]),
@@ -151,7 +180,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "repository",
             "planner",
+            "fleet",
+            "promql",
             "mailbox",
+            "views",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -170,6 +202,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kube-request",
             // Of its policy file.
             "settings",
+            // Where kas does not apply.
+            "gitops",
         ],
     ),
     ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),
@@ -198,7 +232,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
             "routing",
             "gitops",
+            "fleet",
+            "promql",
             "mailbox",
+            "views",
             "kas",
         ],
     ),

@@ -50,8 +50,10 @@ pub use self::{
         observability::{Audit, AuditOutput, LogLevel, Observability, PAGE_PATH, Page, Tracing},
         private_api::{Advertise, OtherReplicas, PrivateApi},
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
+        prometheus::Prometheus,
         repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
+        views::Views,
     },
 };
 
@@ -82,6 +84,10 @@ pub struct Config {
     pub gitaly: Gitaly,
     /// Repositories on this host.
     pub repositories: Vec<LocalRepository>,
+    /// Limits of questions to the Prometheus servers of agents.
+    pub prometheus: Prometheus,
+    /// Rows of objects of agents' clusters.
+    pub views: Views,
 }
 
 impl Config {

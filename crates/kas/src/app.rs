@@ -49,6 +49,7 @@ use self::{
 };
 use crate::{
     certificates::{CertificateMetrics, Certificates},
+    fleet::{AgentFiles, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -65,6 +66,7 @@ use crate::{
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
     sync,
+    views::{self, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
 };
 use kas_config::{self, Attempts, Config, Problems};
 use observe::Observer;
@@ -145,6 +147,14 @@ pub enum StartError {
     /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] audit::OpenError),
+    /// A file with views cannot be used any more, although it has just been checked.
+    #[error("views.files[{index}]: {why}")]
+    Views {
+        /// The index of the file, from 0.
+        index: usize,
+        /// Why.
+        why: String,
+    },
     /// Spans cannot be exported.
     #[error("observability.tracing: spans cannot be exported")]
     Tracing(#[from] traces::Error),
@@ -410,7 +420,9 @@ impl Kas {
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
+        let fleet_metrics = Arc::new(FleetMetrics::new(&mut registry));
         let mailbox_metrics = Arc::new(MailboxMetrics::new(&mut registry));
+        let view_metrics = Arc::new(ViewMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -518,6 +530,34 @@ impl Kas {
             peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         };
         let (planners, sync) = git.planners(&config, uses);
+        let files = AgentFiles::new(
+            Arc::clone(sync.held()),
+            Arc::clone(&tracker),
+            replica.id.clone(),
+            mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+        );
+        let hub = Hub::new(HubParts {
+            settings: HubSettings {
+                memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
+                linger: config.views.linger,
+            },
+            definitions: views::definitions(&config.views.files)
+                .map_err(|(index, why)| StartError::Views { index, why })?,
+            sources: Arc::new(Tunnels {
+                router: Arc::clone(&router),
+                observer: Arc::clone(&observer),
+                me: replica.id.clone(),
+            }),
+            tracker: Arc::clone(&tracker),
+            identity: Arc::clone(&identity),
+            namespaces: {
+                let sync = Arc::clone(&sync);
+                Box::new(move |agent| sync.namespaces_of(agent))
+            },
+            me: replica.id.clone(),
+            metrics: view_metrics,
+            phase: lifecycle.watch(),
+        });
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -562,6 +602,7 @@ impl Kas {
             config.limits.attempts,
             Arc::clone(&sync),
             queries,
+            hub,
         );
         let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
         if let Some(gitlab) = &gitlab {
@@ -591,6 +632,7 @@ impl Kas {
             let mut services =
                 Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             services.push(sync.for_replicas());
+            services.push(files.for_replicas());
             services.push(pushes.service());
             services.extend(hooks_private);
             let service = PrivateListener::new(
@@ -640,6 +682,8 @@ impl Kas {
                 usage,
                 tracker: Arc::clone(&tracker),
                 sync: Arc::clone(&sync),
+                files,
+                fleet_metrics,
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),

@@ -1,8 +1,10 @@
 //! The command line. The manual pages are generated from these texts.
 
+mod get;
 mod kubectl;
 mod login;
 mod probe;
+mod promql;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -12,14 +14,18 @@ use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
 use self::{
+    get::GET_HELP,
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
     probe::PROBE_HELP,
+    promql::PROMQL_HELP,
 };
 pub(crate) use self::{
+    get::GetArgs,
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
+    promql::PromqlArgs,
 };
 use crate::{
     address::Address,
@@ -36,6 +42,7 @@ const ROOT_HELP: &str = "\
 Examples:
   kasctl agents                     connected agents, and the kas replica of each
   kasctl pods 7 -n default          pods in the cluster of agent 7
+  kasctl get pods --agents all -w   pods in the clusters of all agents, and every change
   kasctl request 7 GET /version     a request to the Kubernetes API of agent 7
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
@@ -383,6 +390,9 @@ pub(crate) enum Command {
     /// List the pods in the cluster of an agent
     #[command(after_help = PODS_HELP)]
     Pods(PodsArgs),
+    /// Show objects of many clusters as kubectl get does, and keep the rows fresh
+    #[command(after_help = GET_HELP)]
+    Get(GetArgs),
     /// List the replicas of kas, their health, and their problems
     #[command(after_help = REPLICAS_HELP)]
     Replicas,
@@ -404,6 +414,9 @@ pub(crate) enum Command {
     /// List the environments that agents stand for, and how their manifests fare
     #[command(after_help = ENVIRONMENTS_HELP)]
     Environments(EnvironmentsArgs),
+    /// Ask the Prometheus servers of many clusters as if they were one
+    #[command(after_help = PROMQL_HELP)]
+    Promql(Box<PromqlArgs>),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),
@@ -513,6 +526,9 @@ pub(crate) enum GitopsCommand {
         /// The namespace of the inventory: default_namespace of the manifest project
         #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
         namespace: String,
+        /// Only show what would be deleted
+        #[arg(long, conflicts_with = "yes")]
+        dry_run: bool,
     },
 }
 
@@ -531,7 +547,7 @@ pub(crate) struct GitopsTarget {
 #[derive(Debug, Args)]
 pub(crate) struct ConfirmedTarget {
     #[command(flatten)]
-    target: GitopsTarget,
+    pub(crate) target: GitopsTarget,
     /// Delete without asking
     #[arg(long)]
     yes: bool,

@@ -74,6 +74,11 @@ impl SyncService {
         Arc::new(Self { planners, tracker, me, peers, held })
     }
 
+    /// Returns the agents of this replica.
+    pub(crate) fn held(&self) -> &Arc<HeldAgents> {
+        &self.held
+    }
+
     /// Returns the service for other replicas.
     pub(crate) fn for_replicas(self: &Arc<Self>) -> (String, LocalService) {
         let server = SyncServer::new(Here(Arc::clone(self)));
@@ -89,6 +94,12 @@ impl SyncService {
     /// wait to be pruned.
     pub(crate) fn totals(&self) -> [usize; 4] {
         self.planners.totals()
+    }
+
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file is
+    /// not known here.
+    pub(crate) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
+        self.held.namespaces_of(agent)
     }
 
     /// Returns what the home of the agent knows. If none is known, the answer names no replica.
@@ -129,16 +140,19 @@ impl SyncService {
         if request.project.is_empty() {
             return Err(Status::invalid_argument("project is needed"));
         }
+        let text = |message| ControlSyncResponse { message, objects: Vec::new() };
         let done = match request.action() {
-            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await,
-            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await,
-            Action::Destroy => {
+            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await.map(text),
+            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await.map(text),
+            action @ (Action::Destroy | Action::ShowDestroy) => {
+                let is_dry = action == Action::ShowDestroy;
                 let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
-                self.planners.destroy(agent, &request.project, namespace).await
+                let done = self.planners.destroy(agent, &request.project, namespace, is_dry).await;
+                done.map(|done| ControlSyncResponse { message: done.message, objects: done.objects })
             }
             Action::Unknown => return Err(Status::invalid_argument("action is needed")),
         };
-        done.map(|message| ControlSyncResponse { message }).map_err(|error| convert::status(&error))
+        done.map_err(|error| convert::status(&error))
     }
 
     /// Makes a diff at the home of the agent.

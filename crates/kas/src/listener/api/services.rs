@@ -11,10 +11,10 @@ use std::{
 };
 
 use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
-use futures_util::stream::{self, Stream};
+use futures_util::stream::{self, Stream, StreamExt as _};
 use grpc::Deadline;
 use http::HeaderValue;
-use ids::{AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::{
@@ -38,7 +38,7 @@ use proto::{
         ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
         ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse, agent_on_replica,
+        WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -55,6 +55,7 @@ use crate::{
     pushes::Pushes,
     sync::{MAX_QUESTION, SyncService},
     timestamp::timestamp,
+    views::Hub,
 };
 use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
@@ -73,6 +74,7 @@ const SETTLE: Duration = Duration::from_millis(20);
 pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
+    #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub(super) fn new(
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
@@ -81,8 +83,9 @@ impl Services {
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
         hooks: Option<Arc<HookQueries>>,
+        views: Arc<Hub>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -143,6 +146,7 @@ pub(super) struct Api {
     sync: Arc<SyncService>,
     /// `None`: this kas takes no webhooks.
     hooks: Option<Arc<HookQueries>>,
+    views: Arc<Hub>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -586,12 +590,46 @@ impl KasApi for Api {
         record_agent(&request, request.get_ref().agent_id);
         self.hooks()?.replay(request.get_ref()).await.map(tonic::Response::new)
     }
+
+    type WatchViewStream = ViewStream;
+
+    async fn watch_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, false)
+    }
+
+    type QueryViewStream = ViewStream;
+
+    async fn query_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, true)
+    }
 }
+
+/// The answer to a question about a view.
+type ViewStream = Pin<Box<dyn Stream<Item = Result<WatchViewResponse, tonic::Status>> + Send>>;
 
 impl Api {
     fn hooks(&self) -> Result<&HookQueries, tonic::Status> {
         let text = "this kas takes no webhooks: its configuration has no section hooks";
         self.hooks.as_deref().ok_or_else(|| tonic::Status::failed_precondition(text))
+    }
+
+    fn view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+        is_query: bool,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        let caller = request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
+            format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
+        });
+        let answers = self.views.answer(request.into_inner(), &caller, is_query);
+        let answers = answers.map_err(|status| to_tonic(&status))?;
+        Ok(tonic::Response::new(Box::pin(answers.map(|answer| answer.map_err(|status| to_tonic(&status))))))
     }
 }
 
