@@ -66,8 +66,8 @@ pub use self::{
     rate::RequestRate,
     selection::Prefix,
     serve::{
-        DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute,
-        NotReached, Reachable,
+        DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
+        FleetRoute, NotReached, Reachable,
     },
 };
 use self::{

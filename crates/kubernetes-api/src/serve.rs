@@ -53,6 +53,8 @@ use crate::{
 };
 
 pub(crate) use self::diff::DIFFS;
+#[cfg(test)]
+pub(crate) use self::fleet::routes;
 pub use self::{
     diff::{DiffQuestion, Diffs},
     fleet::{
@@ -60,8 +62,6 @@ pub use self::{
         Reachable,
     },
 };
-#[cfg(test)]
-pub(crate) use self::fleet::routes;
 
 /// How long a request waits for an agent that is not connected, and was not a short time ago.
 const ABSENT: Duration = Duration::from_secs(3);

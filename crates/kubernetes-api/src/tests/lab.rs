@@ -53,8 +53,8 @@ use tunnel::{
 };
 
 use crate::{
-    DiffQuestion, Diffs, Directory, Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal, HeadLimits, KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins,
-    Parts, Prefix, Settings,
+    DiffQuestion, Diffs, Directory, Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal, HeadLimits,
+    KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins, Parts, Prefix, Settings,
 };
 
 /// The timeout for what should happen soon.
