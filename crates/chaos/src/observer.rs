@@ -217,7 +217,12 @@ fn listed(replica: &Observed, list: &ListReplicasResponse, at: Micros, history: 
         && let Some(life) = history.lives.iter_mut().rfind(|life| life.replica == replica.name)
         && life.to.is_none()
     {
-        life.epoch = life.epoch.or(Some(own));
+        match life.epoch {
+            None => life.epoch = Some(own),
+            // Its gossip has started anew. What it says of itself is not held against it.
+            Some(_) if !life.had(own) => life.later.push(own),
+            Some(_) => {}
+        }
     }
     let view = View {
         observer: replica.name.clone(),
@@ -367,6 +372,7 @@ mod tests {
         let life = |replica: &str, from, to: Option<Micros>| Life {
             replica: replica.to_owned(),
             epoch: None,
+            later: Vec::new(),
             from: from * SECOND,
             to: to.map(|to| to * SECOND),
             killed: to.is_some(),

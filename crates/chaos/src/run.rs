@@ -290,7 +290,14 @@ impl Run {
     fn lives(&mut self, n: usize) {
         let (replica, from) = (self.name(n), clock::now());
         self.sizes.processes.lock().insert(replica.clone(), self.mesh.kas(n).process.id());
-        self.history.lock().lives.push(Life { replica, epoch: None, from, to: None, killed: false });
+        self.history.lock().lives.push(Life {
+            replica,
+            epoch: None,
+            later: Vec::new(),
+            from,
+            to: None,
+            killed: false,
+        });
     }
 
     /// Records that a process has ended.

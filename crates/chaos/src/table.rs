@@ -191,7 +191,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S08",
         "SIGSTOP for 0.5, 5 and 60 s (quick: 0.5 and 5 s)",
-        "0.5 s: no death; else back within 1 s; no stale route; sizes return to within 5 %",
+        "0.5 s: no death; else back within 1 s; no stale route; full form: sizes return to within 5 %",
         true,
     ),
     row(

@@ -4,6 +4,8 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod fleet;
+mod hooks;
 mod http2;
 mod kubernetes;
 mod repositories;
@@ -18,6 +20,8 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    fleet::{prometheus_answers, promql},
+    hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
@@ -28,7 +32,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 22] = [
+pub const ALL: [Target; 26] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -38,12 +42,16 @@ pub const ALL: [Target; 22] = [
     ("gitlab_answers", gitlab_answers),
     ("globs", globs),
     ("gossip_frame", gossip_frame),
+    ("hook_requests", hook_requests),
     ("http_envelopes", http_envelopes),
     ("inventory_keys", inventory_keys),
     ("jwt", jwt),
     ("kubernetes_requests", kubernetes_requests),
+    ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
     ("private_messages", private_messages),
+    ("prometheus_answers", prometheus_answers),
+    ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
     ("tunnel_frames", tunnel_frames),

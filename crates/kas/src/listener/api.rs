@@ -32,6 +32,7 @@ use routing::{
 };
 
 use super::{failed, not_grpc, too_large};
+use crate::hooks::HookQueries;
 use crate::pushes::Pushes;
 use crate::sync::SyncService;
 use crate::views::Hub;
@@ -64,7 +65,7 @@ impl std::fmt::Debug for ApiListener {
 
 impl ApiListener {
     /// Creates the listener's service. Health checks report `SERVING` while `phase` is serving. `attempts`:
-    /// the limits of one connection.
+    /// the limits of one connection. `hooks`: `None`: this kas takes no webhooks.
     #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub fn new(
         jwt: JwtVerifier,
@@ -77,10 +78,11 @@ impl ApiListener {
         observer: Arc<Observer>,
         attempts: Attempts,
         sync: Arc<SyncService>,
+        hooks: Option<Arc<HookQueries>>,
         views: Arc<Hub>,
     ) -> Arc<Self> {
         let services =
-            services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync, views);
+            services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync, hooks, views);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 

@@ -35,7 +35,8 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
+        ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
         WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
@@ -49,6 +50,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     connected::{address, connected, unanswered_replica},
+    hooks::HookQueries,
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
     sync::{MAX_QUESTION, SyncService},
@@ -72,6 +74,7 @@ const SETTLE: Duration = Duration::from_millis(20);
 pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
+    #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub(super) fn new(
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
@@ -79,9 +82,10 @@ impl Services {
         gitaly: Option<Arc<gitaly::Client>>,
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
+        hooks: Option<Arc<HookQueries>>,
         views: Arc<Hub>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, views };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -140,6 +144,8 @@ pub(super) struct Api {
     pub(super) gitaly: Option<Arc<gitaly::Client>>,
     phase: watch::Receiver<Phase>,
     sync: Arc<SyncService>,
+    /// `None`: this kas takes no webhooks.
+    hooks: Option<Arc<HookQueries>>,
     views: Arc<Hub>,
 }
 
@@ -569,6 +575,22 @@ impl KasApi for Api {
         self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
     }
 
+    async fn list_hooks(
+        &self,
+        request: tonic::Request<ListHooksRequest>,
+    ) -> Result<tonic::Response<ListHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.list(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    async fn replay_hooks(
+        &self,
+        request: tonic::Request<ReplayHooksRequest>,
+    ) -> Result<tonic::Response<ReplayHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.replay(request.get_ref()).await.map(tonic::Response::new)
+    }
+
     type WatchViewStream = ViewStream;
 
     async fn watch_view(
@@ -592,6 +614,11 @@ impl KasApi for Api {
 type ViewStream = Pin<Box<dyn Stream<Item = Result<WatchViewResponse, tonic::Status>> + Send>>;
 
 impl Api {
+    fn hooks(&self) -> Result<&HookQueries, tonic::Status> {
+        let text = "this kas takes no webhooks: its configuration has no section hooks";
+        self.hooks.as_deref().ok_or_else(|| tonic::Status::failed_precondition(text))
+    }
+
     fn view(
         &self,
         request: tonic::Request<WatchViewRequest>,
