@@ -4,11 +4,14 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod fleet;
+mod hooks;
 mod http2;
 mod kubernetes;
 mod repositories;
 mod requests;
 mod tunnels;
+mod view_answers;
 
 use std::sync::LazyLock;
 
@@ -17,16 +20,19 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    fleet::{prometheus_answers, promql},
+    hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
+    view_answers::view_answers,
 };
 
 /// A target: its name, which is also the name of its folder of seeds, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 21] = [
+pub const ALL: [Target; 26] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -36,17 +42,22 @@ pub const ALL: [Target; 21] = [
     ("gitlab_answers", gitlab_answers),
     ("globs", globs),
     ("gossip_frame", gossip_frame),
+    ("hook_requests", hook_requests),
     ("http_envelopes", http_envelopes),
     ("inventory_keys", inventory_keys),
     ("jwt", jwt),
     ("kubernetes_requests", kubernetes_requests),
+    ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
     ("private_messages", private_messages),
+    ("prometheus_answers", prometheus_answers),
+    ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
     ("upgrade", upgrade),
+    ("view_answers", view_answers),
     ("websocket", websocket),
 ];
 

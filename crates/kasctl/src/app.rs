@@ -9,9 +9,9 @@ use crate::{
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
-    gitops, kubeconfig, login,
+    get, gitops, hooks, kubeconfig, login,
     output::{Output, note},
-    pods, probe, replicas, request, token, tracker, why,
+    pods, probe, promql, replicas, request, token, tracker, why,
 };
 
 /// Runs the command in the arguments of the process.
@@ -61,6 +61,10 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await)
                 .await
         }
+        Command::Get(args) => {
+            api::with_client(global.settings(), async |client| get::run(client, output, args, format).await)
+                .await
+        }
         Command::Replicas => {
             api::with_client(global.settings(), async |client| replicas::run(client, output, format).await)
                 .await
@@ -85,7 +89,14 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             })
             .await
         }
+        Command::Hooks(command) => {
+            api::with_client(global.settings(), async |client| {
+                hooks::run(client, output, command, format).await
+            })
+            .await
+        }
         Command::Diff(args) => Box::pin(diff::run(global, output, args)).await,
+        Command::Promql(args) => Box::pin(promql::run(global, output, &args)).await,
         Command::Request(args) => {
             // A missing file is reported before kas is called.
             let prepared = request::Prepared::new(args).await?;

@@ -6,7 +6,7 @@ use crate::{
     address::Address,
     agent_list, credential_source, diff_at,
     file_error::{FileError, reason},
-    jwt, kubeconfig_file, link, list_file, login_session, secret,
+    jwt, kubeconfig_file, link, list_file, login_session, promql, secret,
 };
 
 /// The exit codes. They are documented in `--help` and stable.
@@ -83,6 +83,9 @@ pub(crate) enum Failure {
     /// The Kubernetes API endpoint made no diff.
     #[error(transparent)]
     DiffAt(#[from] diff_at::Error),
+    /// The Kubernetes API endpoint did not answer a question to Prometheus.
+    #[error(transparent)]
+    Promql(#[from] promql::Error),
     /// The list of agents is empty.
     #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
     NoAgents,
@@ -177,7 +180,8 @@ impl Failure {
             Self::Usage(_) | Self::Probe(_) | Self::NoOutcome => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
             Self::AgentList(agent_list::Error::Connect { .. })
-            | Self::DiffAt(diff_at::Error::Connect { .. }) => Exit::Unreachable,
+            | Self::DiffAt(diff_at::Error::Connect { .. })
+            | Self::Promql(promql::Error::Connect { .. }) => Exit::Unreachable,
             Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
                 if error.is_unreachable() =>
             {
@@ -187,7 +191,8 @@ impl Failure {
             | Self::Credential(_)
             | Self::Login(_)
             | Self::AgentList(agent_list::Error::Refused { .. })
-            | Self::DiffAt(diff_at::Error::Refused { .. }) => Exit::Unauthenticated,
+            | Self::DiffAt(diff_at::Error::Refused { .. })
+            | Self::Promql(promql::Error::Refused { .. }) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
@@ -195,6 +200,7 @@ impl Failure {
             | Self::ListFile(_)
             | Self::AgentList(_)
             | Self::DiffAt(_)
+            | Self::Promql(_)
             | Self::NoAgents
             | Self::NoConnectedAgent
             | Self::LargeCaFile { .. }

@@ -20,4 +20,5 @@ mod restart;
 mod setup;
 mod terminal;
 mod upgrades;
+mod views;
 mod writes;
