@@ -12,7 +12,7 @@ use serde::Deserialize;
 use super::{date, result::RunResult};
 
 /// How the files begin in which `cargo xtask sim --report` keeps its results.
-const SIMULATION: &str = "simulation-";
+pub(super) const SIMULATION: &str = "simulation-";
 /// Seeds that failed are named up to this many.
 const NAMED: usize = 20;
 
