@@ -1,5 +1,5 @@
-//! The commands of docs/guide.md and docs/security.md about kubectl, and of docs/gitops.md, as they are on
-//! the page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of
+//! The commands of docs/guide.md and docs/security.md about kubectl, of docs/gitops.md, and of
+//! docs/migration.md as far as they are of our programs, as they are on the page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of
 //! these sections is run.
 //!
 //! What is not as for a reader:
@@ -45,6 +45,7 @@ use tokio::{process::Command, time::timeout};
 const GUIDE: &str = include_str!("../../docs/guide.md");
 const SECURITY: &str = include_str!("../../docs/security.md");
 const GITOPS: &str = include_str!("../../docs/gitops.md");
+const MIGRATION: &str = include_str!("../../docs/migration.md");
 
 /// Where the pages say that kas is.
 const KAS: &str = "kas.example.com:8154";
@@ -85,6 +86,21 @@ fn block(section: &str, language: &str) -> Result<String> {
 fn commands(block: &str) -> Vec<String> {
     let whole = block.replace("\\\n", " ");
     whole.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect()
+}
+
+/// Returns the commands of our programs in the text and in the blocks of a page, each once.
+fn programs_in(page: &'static str) -> Vec<String> {
+    let mut found = Vec::new();
+    let in_blocks = blocks(page, "sh").into_iter().flat_map(|block| commands(&block));
+    let text = page.split("```").step_by(2).collect::<String>();
+    let in_text = text.split('`').skip(1).step_by(2).map(|span| span.replace('\n', " "));
+    for command in in_blocks.chain(in_text) {
+        let is_ours = ["kas ", "kasctl "].iter().any(|program| command.starts_with(program));
+        if is_ours && !found.contains(&command) {
+            found.push(command);
+        }
+    }
+    found
 }
 
 /// Returns the commands of the job in a block.
@@ -734,6 +750,25 @@ async fn from_git_to_the_cluster() -> Result<()> {
     let said = stage.all(Reader::Owner, &look, &variables).await?;
     ensure!(said.matches("review/*").count() == 2 && said.matches("production").count() == 1, "{said}");
 
+    // The other page, about this kas: what it says in its text, and its block.
+    fs::copy(kas.dir().join("kas.yaml"), stage.at("work/kas.yaml"))?;
+    let migration = programs_in(MIGRATION);
+    ensure!(migration.len() >= 7, "{migration:?}");
+    for command in &migration {
+        let command = command.replace("AGENT", "7");
+        let command = match command.as_str() {
+            "kas gitlab check kas.yaml" => format!("{command} --token-file /etc/kas/agent.token"),
+            // The text has named the file before.
+            "kas config check" => format!("{command} kas.yaml"),
+            _ => command,
+        };
+        let said = stage.run(Reader::Owner, &command, &variables).await?;
+        // A diff says by its code whether there are changes.
+        let is_diff = command.starts_with("kasctl diff");
+        let is_good = said.status.success() || (is_diff && said.status.code() == Some(1));
+        ensure!(is_good, "{command}: {}", String::from_utf8_lossy(&said.stderr));
+    }
+
     // The end.
     fs::write(folder.join("config.new"), "")?;
     fs::rename(folder.join("config.new"), folder.join("config.yaml"))?;
@@ -758,4 +793,6 @@ fn blocks_and_commands_of_a_page_are_found() {
     assert_eq!(blocks(b, "text"), ["# no\n"]);
     let (typed, shown) = terminal("$ one\ntwo\n$ three\n");
     assert_eq!((typed, shown), (vec!["one".to_owned(), "three".to_owned()], vec!["two".to_owned()]));
+    let page = "Run `kas check` or `kas\ncheck`, not `kas.yaml`.\n\n```sh\nkasctl agents\nflux x\n```\n";
+    assert_eq!(programs_in(page), ["kasctl agents", "kas check"]);
 }

@@ -130,24 +130,25 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
             summary.check(name, || run(command));
         }
     } else if !args.quick {
-        // The tests wait more than they compute, so the lints run beside them, at the lowest priority and in
-        // a target folder of their own: cargo's lock would hold up tests that call cargo.
+        // The tests wait more than they compute, so lints and fuzzing run beside them, at the lowest priority and
+        // in target folders of their own: cargo's lock would hold up tests that call cargo.
         let beside = thread::spawn(beside_the_tests);
         summary.check("test", || test(args.install, &mut tests));
+        let are_built = tests.is_some();
+        summary.check("flaws", || flaws(are_built));
+        summary.check("informers", || informers(are_built));
         match beside.join() {
             Ok(beside) => beside.into_iter().for_each(|Beside { name, result, took }| {
                 summary.add(name, result, took);
             }),
             Err(_) => {
-                summary.add("lints", Err(anyhow!("the thread that ran the lints panicked")), Duration::ZERO)
+                let failed = Err(anyhow!("the thread that ran lints and fuzzing panicked"));
+                summary.add("lints and fuzzing", failed, Duration::ZERO);
             }
         }
-        let are_built = tests.is_some();
-        summary.check("flaws", || flaws(are_built));
-        summary.check("informers", || informers(are_built));
+        // These need the whole machine.
         summary.check("sim", || simulate(are_built));
         summary.check("chaos", || strike(are_built));
-        summary.check("fuzz", fuzz);
     }
     if let Some(outcome) = tests {
         line("");
@@ -175,26 +176,26 @@ struct Beside {
     took: Duration,
 }
 
-/// Runs the lints and builds the fuzz targets. What they print goes into files, and onto standard output if
-/// they fail.
+/// Runs the lints and fuzzes. What they print goes into files, and onto standard output if they fail.
 fn beside_the_tests() -> Vec<Beside> {
     let target = workspace::root().join("target/ci/lints");
-    let mut commands = Vec::from(lints());
-    for (_, command) in &mut commands {
-        command.env("CARGO_TARGET_DIR", &target);
-    }
-    commands.extend(fuzz::build().map(|command| ("fuzz build", command)));
-    let beside = commands.into_iter().map(|(name, command)| {
+    let mut beside = Vec::new();
+    let mut add = |name, run: &dyn Fn() -> Result<Verdict>| {
         let began = Instant::now();
-        let result = logged(name, &command);
-        Beside { name, result, took: began.elapsed() }
-    });
-    beside.collect()
+        let result = run();
+        beside.push(Beside { name, result, took: began.elapsed() });
+    };
+    for (name, mut command) in lints() {
+        command.env("CARGO_TARGET_DIR", &target);
+        add(name, &|| logged(name, &command));
+    }
+    add("fuzz", &fuzz);
+    beside
 }
 
 /// Runs a command at the lowest priority, with its output in a file.
 fn logged(name: &str, command: &Command) -> Result<Verdict> {
-    let path = workspace::root().join("target/ci").join(format!("{}.log", name.replace(' ', "-")));
+    let path = workspace::root().join("target/ci").join(format!("{name}.log"));
     fs::create_dir_all(path.with_file_name("")).context("cannot make target/ci")?;
     let log = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
     let mut nice = Command::new("nice");
@@ -302,12 +303,11 @@ fn strike(are_built: bool) -> Result<Verdict> {
 const FUZZ: u32 = 6;
 
 fn fuzz() -> Result<Verdict> {
-    Ok(match fuzz::fuzz_each(FUZZ)? {
-        fuzz::Outcome::Ok => Verdict::Ok,
-        fuzz::Outcome::Failed => Verdict::Failed,
-        fuzz::Outcome::NotRun(fuzz::NO_NIGHTLY) => Verdict::Exempt(fuzz::NO_NIGHTLY),
-        fuzz::Outcome::NotRun(reason) => Verdict::skipped(reason),
-    })
+    match fuzz::missing() {
+        Some(fuzz::NO_NIGHTLY) => Ok(Verdict::Exempt(fuzz::NO_NIGHTLY)),
+        Some(reason) => Ok(Verdict::skipped(reason)),
+        None => logged("fuzz", &fuzz::command(FUZZ)?),
+    }
 }
 
 #[cfg(test)]

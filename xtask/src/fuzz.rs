@@ -26,6 +26,9 @@ pub(crate) struct FuzzArgs {
 /// How many log lines of a failed target are repeated.
 const LOG_LINES: usize = 60;
 
+/// For one input. By the wall clock, and all checks run fuzzing at the lowest priority beside the tests.
+const TIMEOUT: &str = "-timeout=30";
+
 /// How long each target is fuzzed by default, in seconds.
 const SECONDS: u32 = 10;
 
@@ -43,17 +46,19 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<ExitCode> {
 
 /// The result of fuzzing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Outcome {
+enum Outcome {
     Ok,
     Failed,
     NotRun(&'static str),
 }
 
+/// Why nothing is fuzzed without a nightly toolchain.
 pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
 const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
 
-/// One unit for each crate, the default, is for long runs.
-const UNITS: &str = "--codegen-units=16";
+/// How the targets are built. The crates are free of `unsafe` code, so the address sanitizer would slow down the
+/// build and find little. One unit for each crate, the default, is for long runs.
+const BUILD: [&str; 3] = ["--sanitizer", "none", "--codegen-units=16"];
 
 /// Returns cargo of the nightly toolchain.
 fn nightly() -> Command {
@@ -65,7 +70,7 @@ fn nightly() -> Command {
 }
 
 /// Returns why nothing can be fuzzed here, if so.
-fn missing() -> Option<&'static str> {
+pub(crate) fn missing() -> Option<&'static str> {
     let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !there.is_ok_and(|status| status.success()) {
         return Some(NO_NIGHTLY);
@@ -73,21 +78,19 @@ fn missing() -> Option<&'static str> {
     workspace::find_program("cargo-fuzz").is_none().then_some(NO_CARGO_FUZZ)
 }
 
-/// Returns the command that builds all targets, if it can run here.
-pub(crate) fn build() -> Option<Command> {
-    missing().is_none().then(|| {
-        let mut command = nightly();
-        command.args(["fuzz", "build", UNITS]);
-        command
-    })
+/// Returns the command that builds and fuzzes each target for this many seconds.
+pub(crate) fn command(seconds: u32) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe().context("cannot find this program")?);
+    command.args(["fuzz", "--seconds", &seconds.to_string()]);
+    Ok(command)
 }
 
 /// Fuzzes each target from its seeds, for this many seconds each.
-pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
+fn fuzz_each(seconds: u32) -> Result<Outcome> {
     if let Some(reason) = missing() {
         return Ok(Outcome::NotRun(reason));
     }
-    let built = nightly().args(["fuzz", "build", UNITS]).status().context("cannot run cargo fuzz")?;
+    let built = nightly().args(["fuzz", "build"]).args(BUILD).status().context("cannot run cargo fuzz")?;
     if !built.success() {
         return Ok(Outcome::Failed);
     }
@@ -101,8 +104,8 @@ pub(crate) fn fuzz_each(seconds: u32) -> Result<Outcome> {
         fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
         let time = format!("-max_total_time={seconds}");
         let mut command = nightly();
-        command.args(["fuzz", "run", UNITS, &name]).args([&found, &seeds]);
-        command.args(["--", &time, "-timeout=10", "-rss_limit_mb=2048"]);
+        command.args(["fuzz", "run"]).args(BUILD).arg(&name).args([&found, &seeds]);
+        command.args(["--", &time, TIMEOUT, "-rss_limit_mb=2048"]);
         let began = Instant::now();
         // The progress is for terminals; it would fill a log.
         let (status, log) = if io::stdout().is_terminal() {

@@ -63,6 +63,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
+    ("views", &[]),
     // Which repositories are followed, and which files of them are read.
     ("git-sources", &["ids", "process", "kas-config", "gitlab", "repository", "gitaly", "gitops"]),
     // Reads configurations, sends them to agents, and tells GitLab about them.
@@ -92,6 +94,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     // Reads commits and files: usable alone, without our other crates.
     ("repository", &[]),
+    // Keeps hooks until they are delivered: the rules, without I/O. Usable alone, except for names.
+    ("mailbox", &["ids"]),
     // Keeps the clusters of agents as their repositories say. It knows neither tunnels nor GitLab.
     ("planner", &["ids", "proto", "process", "cluster", "gitops", "repository"]),
     // The endpoint for kubectl: from an HTTP request to a request of the router.
@@ -149,6 +153,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "repository",
             "planner",
+            "mailbox",
+            "views",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -167,6 +173,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "kube-request",
             // Of its policy file.
             "settings",
+            // Where kas does not apply.
+            "gitops",
         ],
     ),
     ("kasctl", &["ids", "proto", "net", "process", "kube-request"]),
@@ -195,6 +203,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
             "routing",
             "gitops",
+            "mailbox",
+            "views",
             "kas",
         ],
     ),

@@ -1,5 +1,7 @@
 //! Parses `kas.yaml` of an agent, a file beside its `config.yaml` that GitLab does not read.
 
+pub mod hooks;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
@@ -8,6 +10,8 @@ use std::{
 use ids::{Impersonation, Pattern};
 use serde_json::Value;
 use settings::walk::{self, Rule, Section, Unknown};
+
+use self::hooks::Hooks;
 
 /// The time between two checks for drift.
 const CHECK: Duration = Duration::from_secs(300);
@@ -29,11 +33,19 @@ pub struct KasYaml {
     pub check: Duration,
     /// As whom manifest projects are applied, by their names: service accounts.
     pub identities: BTreeMap<String, Impersonation>,
+    /// The webhooks that the agent takes.
+    pub hooks: Hooks,
 }
 
 impl Default for KasYaml {
     fn default() -> Self {
-        Self { environments: Vec::new(), namespaces: None, check: CHECK, identities: BTreeMap::new() }
+        Self {
+            environments: Vec::new(),
+            namespaces: None,
+            check: CHECK,
+            identities: BTreeMap::new(),
+            hooks: Hooks::default(),
+        }
     }
 }
 
@@ -47,11 +59,20 @@ pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
     let mut root = settings::yaml::parse(text, size).map_err(|problem| problem.to_string())?;
     // The names of projects are keys, so they are read without the walk.
     let projects = root.get_mut("gitops").and_then(Value::as_object_mut).and_then(|it| it.remove("projects"));
+    let hooks = root.as_object_mut().and_then(|root| root.remove("hooks"));
     let (mut parsed, report) = walk::walk(&root, Unknown::Fails, read);
     if let Some(problem) = report.problems.first() {
         return Err(problem.to_string());
     }
     parsed.identities = identities(projects)?;
+    parsed.hooks = Hooks::parse(hooks)?;
+    if let Some(namespaces) = &parsed.namespaces {
+        for (at, hook) in parsed.hooks.list().iter().enumerate() {
+            if hook.deliver.namespace().is_none_or(|namespace| !namespaces.contains(namespace)) {
+                return Err(format!("hooks[{at}].deliver: expected a namespace of the list namespaces"));
+            }
+        }
+    }
     for (key, count) in [
         ("environments", parsed.environments.len()),
         ("namespaces", parsed.namespaces.as_ref().map_or(0, BTreeSet::len)),
@@ -84,7 +105,7 @@ fn read(root: &mut Section<'_, '_>) -> KasYaml {
     }
     let check =
         root.section("gitops", "", |s| s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), ""));
-    KasYaml { environments, namespaces: is_bound.then_some(namespaces), check, identities: BTreeMap::new() }
+    KasYaml { environments, namespaces: is_bound.then_some(namespaces), check, ..KasYaml::default() }
 }
 
 fn identities(projects: Option<Value>) -> Result<BTreeMap<String, Impersonation>, String> {

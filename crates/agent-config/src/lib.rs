@@ -49,6 +49,10 @@ use self::{
 /// The version of the configuration of an agent whose repository has no commit.
 const NO_COMMIT: &str = "0000000000000000000000000000000000000000";
 
+/// What the version of a configuration ends with whose section `gitops` the agent does not get. It is another
+/// version than with that section, so that an agent gets the other one when it is decided anew who applies.
+const WITHOUT_GITOPS: &str = "-without-gitops";
+
 /// Reads configurations, sends them to open streams and reports them to GitLab.
 #[derive(Debug)]
 pub struct AgentConfigs {
@@ -125,12 +129,34 @@ struct KasRead {
 
 impl KasFile {
     /// The configuration is in force together with the file, if that is good.
-    fn cover(&mut self, configuration: Option<&Latest>) {
-        let (None, Some(_), Some(latest)) = (&self.state.flaw, &self.state.good, configuration) else {
+    fn cover(&mut self, agent: AgentId, configuration: Option<&Latest>) {
+        let (None, Some(good), Some(latest)) = (&self.state.flaw, &self.state.good, configuration) else {
             return;
         };
         let projects = latest.configuration.gitops.iter().flat_map(|gitops| &gitops.manifest_projects);
         self.covered = projects.map(|project| project.id.clone()).collect();
+        let unknown: Vec<&str> =
+            good.identities.keys().map(String::as_str).filter(|name| !self.covered.contains(*name)).collect();
+        let warning = unknown.first().map(|first| {
+            let more = match unknown.len() - 1 {
+                0 => String::new(),
+                count => format!(" (and {count} more)"),
+            };
+            format!(
+                "gitops.projects.{first}{more}: no manifest project in config.yaml has this id, so this says \
+                 nothing; a project without a key of its own is applied with the rights of agentk"
+            )
+        });
+        if warning != self.state.warning {
+            if let Some(warning) = &warning {
+                tracing::warn!(
+                    agent.id = agent.get(),
+                    warning,
+                    "kas.yaml of an agent names no project of it"
+                );
+            }
+            self.state.warning = warning;
+        }
     }
 
     fn note(&mut self, agent: AgentId, read: KasRead) {
@@ -176,6 +202,8 @@ pub struct KasState {
     pub good: Option<Arc<KasYaml>>,
     /// Why the current file is not good.
     pub flaw: Option<String>,
+    /// What in the good file has no effect.
+    pub warning: Option<String>,
 }
 
 /// The last good configuration of an agent.
@@ -297,7 +325,8 @@ impl AgentConfigs {
         }
         // Another replica may have sent a newer commit than this one knows. The repository is checked first,
         // so that none sends an agent back.
-        let is_other = entry.current.as_ref().and_then(Current::commit) != Some(commit);
+        let known = commit.strip_suffix(WITHOUT_GITOPS).unwrap_or(commit);
+        let is_other = entry.current.as_ref().and_then(Current::commit) != Some(known);
         match &entry.current {
             _ if stream.ended.is_some() && !commit.is_empty() && is_other => {
                 entry.unconfirmed.push(Arc::downgrade(&stream));
@@ -353,8 +382,8 @@ impl AgentConfigs {
         let path = kas_path_of(prefix, &agent.name).ok()?;
         let file = repository.file(&Revision::Head, &path, self.limit).await.ok()?;
         Some(match parsed_kas_yaml(file.content, &repository.shown(&path)) {
-            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None },
-            Err(flaw) => KasState { good: None, flaw: Some(flaw) },
+            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None, warning: None },
+            Err(flaw) => KasState { good: None, flaw: Some(flaw), warning: None },
         })
     }
 
@@ -400,7 +429,7 @@ impl AgentConfigs {
     fn publish(&self, agent: AgentId, fingerprint: Fingerprint, current: Result<Current, Error>) {
         if let Some(entry) = self.watched().get_mut(&agent) {
             self.show(agent, entry, fingerprint, current);
-            entry.kas.cover(entry.good.as_ref());
+            entry.kas.cover(agent, entry.good.as_ref());
         }
     }
 
@@ -416,7 +445,7 @@ impl AgentConfigs {
         if let Some(entry) = self.watched().get_mut(&agent) {
             entry.kas.note(agent, kas);
             self.show(agent, entry, fingerprint, current);
-            entry.kas.cover(entry.good.as_ref());
+            entry.kas.cover(agent, entry.good.as_ref());
         }
     }
 
@@ -424,7 +453,7 @@ impl AgentConfigs {
     fn publish_kas_yaml(&self, agent: AgentId, kas: KasRead) {
         if let Some(entry) = self.watched().get_mut(&agent) {
             entry.kas.note(agent, kas);
-            entry.kas.cover(entry.good.as_ref());
+            entry.kas.cover(agent, entry.good.as_ref());
         }
     }
 
@@ -593,8 +622,14 @@ impl ConfigStream {
     fn show(&self, current: &Current) {
         let mut state = self.state();
         match current {
-            Current::Good { commit, .. } if *commit == state.seen => return,
             Current::Good { commit, configuration, .. } => {
+                let gitops = configuration.gitops.as_ref();
+                let is_cut = self.shown == Shown::WithoutGitops
+                    && gitops.is_some_and(|gitops| !gitops.manifest_projects.is_empty());
+                let version = format!("{commit}{}", if is_cut { WITHOUT_GITOPS } else { "" });
+                if version == state.seen {
+                    return;
+                }
                 let mut configuration = AgentConfiguration {
                     agent_id: self.agent.id.get(),
                     project_id: self.agent.project_id,
@@ -604,8 +639,8 @@ impl ConfigStream {
                     configuration.gitops = None;
                 }
                 let configuration = Some(configuration);
-                let message = ConfigurationResponse { configuration, commit_id: commit.clone() };
-                state.seen.clone_from(commit);
+                state.seen.clone_from(&version);
+                let message = ConfigurationResponse { configuration, commit_id: version };
                 state.next = Some(grpc::encode(&message));
             }
             Current::Bad(status) => {

@@ -16,8 +16,11 @@ use proto::gitlab::agent::modshared::AgentMeta;
 use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+#[cfg(feature = "gitops")]
+use crate::module::gitops::Gitops;
 use crate::{
     audit::{self, Audit},
+    calls::Calls,
     cluster::ClusterAccess,
     dial::{Dialer, KasAddresses, KasHeader, KasHeaders},
     metrics::Metrics,
@@ -196,11 +199,21 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT)
-        .guarded(Guard::new(policy, audit.clone()));
+    let guard = Guard::new(policy, audit.clone());
+    let calls = Arc::new(Calls::default());
+    #[cfg(feature = "gitops")]
+    let gitops = {
+        let pod = (settings.pod.0.as_str(), settings.pod.1.as_str());
+        let version = (version::VERSION, version::COMMIT);
+        let (calls, api_server, guard) = (Arc::clone(&calls), api_server.clone(), guard.clone());
+        Gitops::new(calls, api_server, guard, pod, version, &mut registry)
+    };
+    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT).guarded(guard);
     let upgrades = kubernetes.upgrades();
     let mut modules: Vec<Arc<dyn Module>> =
         vec![Arc::new(kubernetes.traced(tracer.clone())), Arc::new(Logging::new(level))];
+    #[cfg(feature = "gitops")]
+    modules.push(Arc::new(gitops));
     if settings.bench_module {
         modules.push(bench_module()?);
     }
@@ -244,6 +257,7 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         metrics: Arc::clone(&metrics),
         max_tunnels: settings.max_tunnels,
         pushed,
+        calls,
     });
     let follow = tokio::spawn(files::follow(followed, || {}));
     let hangups = tokio::spawn(lifecycle::hangups(audit.clone().map(|audit| move || audit.reopen())));

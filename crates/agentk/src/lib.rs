@@ -11,6 +11,7 @@
 pub mod address_selector;
 pub mod app;
 pub mod audit;
+pub mod calls;
 pub mod cli;
 pub mod cluster;
 pub mod dial;

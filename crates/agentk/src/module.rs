@@ -14,6 +14,8 @@ use traces::Tracer;
 
 #[cfg(feature = "bench")]
 pub mod bench;
+#[cfg(feature = "gitops")]
+pub mod gitops;
 pub mod kubernetes_api;
 pub mod logging;
 mod span;

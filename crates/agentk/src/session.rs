@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use grpc::{Code, MessageReader, Status};
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
@@ -26,6 +27,7 @@ use tunnel::{
 };
 
 use crate::{
+    calls::{Calls, Lent, Opener},
     dial::{self, KasHeaders, Link},
     metrics::{ConnectionState, Metrics},
     module::Pushed,
@@ -40,6 +42,8 @@ pub(crate) const GET_CONFIGURATION: &str =
     "/gitlab.agent.agent_configuration.rpc.AgentConfiguration/GetConfiguration";
 /// The largest configuration that is accepted, in bytes.
 const MAX_CONFIGURATION: usize = 4 << 20;
+/// The largest message of an answer to a call of a module, in bytes. Manifests come in parts of 128 KiB.
+const MAX_CALL_MESSAGE: usize = 1 << 20;
 /// A configuration stream that lasted less than this is reopened after about this time.
 const BRIEF: Duration = Duration::from_secs(1);
 /// After a drain notice, the tunnels are half-closed at most this much later, even if no other session serves
@@ -80,6 +84,8 @@ pub struct SessionContext {
     pub max_tunnels: usize,
     /// The last configuration that kas pushed, for the modules.
     pub pushed: watch::Sender<Pushed>,
+    /// Gets the connections on which modules may call kas.
+    pub calls: Arc<Calls>,
 }
 
 impl std::fmt::Debug for SessionContext {
@@ -378,6 +384,7 @@ impl Run {
     async fn serve(&mut self, pool: &Arc<Pool>, leave: &CancellationToken) -> End {
         let mut configuration = Box::pin(self.configuration());
         let mut asking = self.report.is(&Stage::Asking);
+        let mut lent = (!asking).then(|| self.lend());
         // kas is taken for one that does not name itself, although it has not answered.
         let mut given_up = false;
         let answer_by = Instant::now() + ANSWER_TIMEOUT;
@@ -401,6 +408,9 @@ impl Run {
                 backoff = TUNNEL_BACKOFF.0;
                 if self.report.is(&Stage::Opening) {
                     self.report.stage(Stage::Serving);
+                    if let Some(lent) = &lent {
+                        lent.serves();
+                    }
                 }
             }
             let open = if asking { 0 } else { wants.open };
@@ -426,6 +436,7 @@ impl Run {
                 () = self.commands.close.cancelled() => return End::Closed,
                 () = self.commands.admit.cancelled(), if asking => {
                     asking = false;
+                    lent = Some(self.lend());
                     self.report.stage(Stage::Opening);
                 }
                 () = tokio::time::sleep_until(silent_by), if self.trial && self.report.reachability.get().is_none() => {
@@ -502,6 +513,16 @@ impl Run {
         RequestParts::of(&self.link)
     }
 
+    /// Lets modules call kas on the connection until the result is dropped.
+    fn lend(&self) -> Lent {
+        let (context, parts) = (Arc::clone(&self.context), Arc::new(self.request_parts()));
+        let sender = self.link.sender.clone();
+        let opener: Opener = Arc::new(move |method, message| {
+            Box::pin(call(Arc::clone(&context), Arc::clone(&parts), sender.clone(), method, message))
+        });
+        self.context.calls.lend(opener)
+    }
+
     /// Opens one tunnel.
     fn open(&mut self, pool: &Arc<Pool>) -> Result<(), End> {
         let mut request =
@@ -552,6 +573,34 @@ impl Run {
         });
         Ok(())
     }
+}
+
+/// Opens a call of a module.
+async fn call(
+    context: Arc<SessionContext>,
+    parts: Arc<RequestParts>,
+    mut sender: hyper::client::conn::http2::SendRequest<grpc::Body>,
+    method: &'static str,
+    message: Bytes,
+) -> Result<MessageReader<grpc::Body>, Status> {
+    let request = parts.request(&context.token, &context.instance, method);
+    let mut request = request.map_err(|error| Status::new(Code::Unauthenticated, format!("{error:#}")))?;
+    request.headers_mut().insert("grpc-accept-encoding", HeaderValue::from_static("gzip"));
+    let response = sender.send_request(request.map(|()| grpc::full(message))).await;
+    let response = response.map_err(|error| {
+        Status::new(
+            Code::Unavailable,
+            format!("the connection to kas broke: {}", process::error::chain(&error)),
+        )
+    })?;
+    if let Some(text) = describe_non_grpc(&response) {
+        return Err(Status::new(Code::Unavailable, text));
+    }
+    if let Some(status) = Status::from_headers(response.headers()) {
+        return Err(status);
+    }
+    let gzip = response.headers().get("grpc-encoding").is_some_and(|value| value == "gzip");
+    Ok(MessageReader::new(grpc::boxed(response.into_body()), MAX_CALL_MESSAGE).with_gzip(gzip))
 }
 
 enum End {

@@ -378,6 +378,7 @@ fn session_context(token: TokenFile, metrics: &Arc<Metrics>) -> Arc<SessionConte
         metrics: Arc::clone(metrics),
         max_tunnels: 500,
         pushed: watch::Sender::default(),
+        calls: Arc::default(),
     })
 }
 

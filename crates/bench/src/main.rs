@@ -5,7 +5,7 @@
 //! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call,
 //! a number that other load on the machine does not change. `cluster` measures several replicas, and
 //! `tracker` the table of agents that they share. `watches` measures what open watches cost, and `gitops` the
-//! way from a commit to a cluster.
+//! way from a commit to a cluster. `fleet` measures webhooks.
 
 mod agents;
 mod call;
@@ -13,7 +13,9 @@ mod child;
 mod client;
 mod cluster;
 mod environment;
+mod fleet;
 mod gitops;
+mod hooks;
 mod http_load;
 mod http_path;
 mod instructions;
@@ -57,6 +59,8 @@ enum What {
     Watches(watches::WatchesArgs),
     /// Measure the way from a commit to a cluster, with a real Kubernetes API server; about six minutes
     Gitops(gitops::GitopsArgs),
+    /// Measure webhooks into clusters: acceptance, delivery, crashes of replicas; about three minutes
+    Fleet(fleet::FleetArgs),
     /// Generate load; the other commands start this and control it over standard input
     #[command(hide = true)]
     Client,
@@ -75,6 +79,7 @@ fn main() -> ExitCode {
         What::Tracker(args) => cluster::tracker::run(&args),
         What::Watches(args) => watches::run(&args),
         What::Gitops(args) => gitops::run(&args),
+        What::Fleet(args) => fleet::run(&args),
         What::Client => client::run(),
         What::StaticServer(args) => static_server::run(&args),
     };

@@ -73,8 +73,12 @@ pub(super) const CHECK_5000: &str = "objects_5000_check_s";
 pub(super) const GITALY_CALLS: &str = "gitaly_calls_per_min_10k_agents";
 pub(super) const GITOPS_KIB: &str = "kas_kib_per_gitops_agent";
 pub(super) const ROUTER_DURING_SYNC: &str = "router_p99_ratio_during_sync";
+/// The keys of `bench fleet`.
+pub(super) const HOOK_LOST: &str = "hook_lost";
+pub(super) const HOOK_ACCEPT: &str = "hook_accept_p99_ms";
+pub(super) const HOOK_AFTER_RETURN: &str = "hook_after_return_p99_ms";
 
-const GATES: [Gate; 59] = [
+const GATES: [Gate; 62] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -134,6 +138,9 @@ const GATES: [Gate; 59] = [
     at_most(GITALY_CALLS, 4_000.0, 3_300.0),
     at_most(GITOPS_KIB, 64.0, 32.0),
     at_most(ROUTER_DURING_SYNC, 1.2, 1.05),
+    at_most(HOOK_LOST, 0.0, 0.0),
+    at_most(HOOK_ACCEPT, 20.0, 10.0),
+    at_most(HOOK_AFTER_RETURN, 200.0, 50.0),
 ];
 
 impl Limits {

@@ -81,6 +81,9 @@ pub(crate) struct ChaosArgs {
     /// How often all replicas are restarted in turn in S09. Default: 20; in the quick form: 1
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) restarts: Option<u32>,
+    /// Number of agents in S31 (default: 300) and S48 (default: 2000; quick: 200)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(100..=10_000))]
+    pub(crate) agents: Option<i64>,
     /// Number of replicas, where the scenario allows another one than its own
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(3..=7))]
     pub(crate) replicas: Option<u8>,

@@ -86,6 +86,7 @@ impl Audited {
             let span = (presence.from, presence.to.unwrap_or(Micros::MAX));
             present.entry((presence.agent, &presence.replica)).or_default().push(span);
         }
+        let seen = SEEN.max(history.header.bounds.early);
         for request in &mut history.requests {
             let Some((entry, owner)) = self.routes.get(&request.id) else { continue };
             request.path = vec![entry.clone()];
@@ -95,7 +96,7 @@ impl Audited {
             let ended = request.ended.unwrap_or(Micros::MAX);
             let there = present.get(&(request.agent, owner.as_str())).is_some_and(|spans| {
                 spans.iter().any(|(from, to)| {
-                    from.saturating_sub(SEEN) <= ended && request.begun <= to.saturating_add(SEEN)
+                    from.saturating_sub(seen) <= ended && request.begun <= to.saturating_add(seen)
                 })
             });
             if watched.contains(&request.agent) && !there && owner != entry {

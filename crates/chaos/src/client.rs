@@ -114,6 +114,11 @@ impl Client {
         Self::new(self.doors.clone(), secret, user)
     }
 
+    /// Returns the same client with connections of its own.
+    pub(crate) fn again(&self) -> Arc<Self> {
+        self.other(self.secret.lock().clone(), self.user.clone())
+    }
+
     /// Returns how many replicas it knows.
     pub(crate) fn replicas(&self) -> usize {
         self.doors.len()

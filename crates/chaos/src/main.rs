@@ -150,13 +150,18 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     })
 }
 
-/// Starts this program again, with the folders of kas and agentk where `testkit` looks for them.
-fn with_programs(arguments: &ChaosArgs) -> Result<ExitCode> {
+/// The folders with the programs under test.
+fn programs(arguments: &ChaosArgs) -> Result<Vec<PathBuf>> {
     let own = std::env::current_exe()?;
     let own = own.parent().context("a program is in a folder")?;
     let folder = arguments.programs.as_deref().unwrap_or(own);
     let folders = [Some(folder), arguments.other_programs.as_deref()].into_iter().flatten();
-    let folders: Vec<PathBuf> = folders.map(std::path::absolute).collect::<std::io::Result<_>>()?;
+    Ok(folders.map(std::path::absolute).collect::<std::io::Result<_>>()?)
+}
+
+/// Starts this program again, with the folders of kas and agentk where `testkit` looks for them.
+fn with_programs(arguments: &ChaosArgs) -> Result<ExitCode> {
+    let folders = programs(arguments)?;
     for folder in &folders {
         ensure!(folder.join("kas").is_file(), "there is no kas in {}", folder.display());
     }
@@ -165,6 +170,18 @@ fn with_programs(arguments: &ChaosArgs) -> Result<ExitCode> {
         .env(PROGRAMS, std::env::join_paths(&folders)?)
         .status()?;
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// The build of the replicas: its commit, as kas tells it, and whether it is not optimized, which the name
+/// that cargo gives to its folder tells.
+fn build(folder: &Path) -> Result<(String, bool)> {
+    let kas = folder.join("kas");
+    let output = std::process::Command::new(&kas).arg("--version").output();
+    let output = output.with_context(|| format!("cannot run {}", kas.display()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let commit = text.trim().rsplit_once("commit: ").map(|(_, commit)| commit.to_owned());
+    let commit = commit.with_context(|| format!("{} --version tells no commit: {text:?}", kas.display()))?;
+    Ok((commit, folder.file_name().is_some_and(|name| name == "debug")))
 }
 
 async fn one(
@@ -176,24 +193,25 @@ async fn one(
 ) -> Result<Verdict> {
     let name = scenario.name(tracker);
     let quick = arguments.quick;
-    // kas and agentk are beside this program, unless another folder is named. Then their profile is not
-    // known.
-    let debug = cfg!(debug_assertions) && arguments.programs.is_none();
-    let form = Form { quick, tracker, debug, no_gates: arguments.no_gates };
+    let (commit, debug) = build(programs(arguments)?.first().context("there are programs")?)?;
+    let agents = arguments.agents;
+    let form = Form { quick, tracker, agents, debug, no_gates: arguments.no_gates };
     let mut setup = scenarios::setup(scenario.id, quick);
+    if let Some(agents) = agents {
+        setup.scale(scenario.id, agents)?;
+    }
     if let Some(replicas) = arguments.replicas {
         setup.replicas = setup.replicas.max(replicas.into());
     }
     let default = if scenario.id == "S48" { 60 } else { 10 };
     let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(default));
-    let commit = process::version::COMMIT;
     let lengths = (length, arguments.restarts);
-    let started = Run::start(&name, tracker, seed, setup, quick, lengths, commit).await;
+    let started = Run::start(&name, tracker, seed, setup, quick, lengths, &commit).await;
     let mut run = match started {
         Ok(run) => run,
         Err(error) => {
             let failures = vec![format!("it did not start: {error:#}")];
-            return report::keep_failure(scenario, form, (seed, commit), failures, out);
+            return report::keep_failure(scenario, form, (seed, &commit), failures, out);
         }
     };
     let performed = Box::pin(scenarios::perform(scenario.id, &mut run)).await;
@@ -205,7 +223,7 @@ async fn one(
         Ok(finished) => finished,
         Err(error) => {
             let failures = performed.err().into_iter().chain([error]).map(|error| format!("{error:#}"));
-            return report::keep_failure(scenario, form, (seed, commit), failures.collect(), out);
+            return report::keep_failure(scenario, form, (seed, &commit), failures.collect(), out);
         }
     };
     eprintln!("  the faults took {:.0} s, all {:.0} s", took.as_secs_f64(), finished.took.as_secs_f64());

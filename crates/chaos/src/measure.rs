@@ -60,9 +60,9 @@ impl Measured {
         })
     }
 
-    /// Whether it was measured, and keeps the gate. `no_gates`: a time passes in any case.
+    /// Whether it was measured, and keeps the gate. `no_gates`: a time passes if it was measured.
     pub(crate) fn passes(&self, no_gates: bool) -> bool {
-        no_gates && self.unit == TIME || self.within(self.gate)
+        no_gates && self.unit == TIME && !self.values.is_empty() || self.within(self.gate)
     }
 }
 
@@ -152,7 +152,7 @@ pub(crate) const T_STORM: Row = times(
     10_000.0,
     30_000.0,
     "Teleport warns of thundering herd",
-    "SIGKILL to the first response of each agent that was there; the target is for 10,000 agents, S31 has 300",
+    "SIGKILL to the first response of each agent that was there, asked at once; the target is for 10,000 agents in all, S31 has 300 or as many as --agents says",
 );
 pub(crate) const T_BLACKHOLE: Row = times(
     "T_blackhole",
@@ -236,7 +236,7 @@ pub(crate) const T_DRAIN: Row = times(
     30_000.0,
     30_000.0,
     "NATS 10 s + 2 min",
-    "SIGTERM to the exit of a replica, upgraded connections with a grace of up to 10 s among its requests",
+    "SIGTERM to the exit of a replica with upgraded connections, without the part of their grace that is longer than drain.timeout",
 );
 /// What must be 0, and may be a little more on a busy machine.
 pub(crate) const DRAIN_BOUND: Row = times(

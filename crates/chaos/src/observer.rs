@@ -5,7 +5,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -79,6 +82,8 @@ pub(crate) type Trusted = Arc<Mutex<Vec<(String, Micros, BTreeSet<String>)>>>;
 pub(crate) struct Observer {
     pub(crate) last: Last,
     pub(crate) trusted: Trusted,
+    /// The longest time between two looks for agents, in microseconds.
+    late: Arc<AtomicU64>,
     tasks: JoinSet<()>,
 }
 
@@ -91,16 +96,23 @@ impl Observer {
         history: &Shared,
     ) -> Self {
         let (last, trusted) = (Last::default(), Trusted::default());
+        let late = Arc::<AtomicU64>::default();
         let mut tasks = JoinSet::new();
         for replica in replicas {
             let (one, asking, kept) = (replica.clone(), Arc::clone(client), Arc::clone(history));
             let trusts = Arc::clone(&trusted);
             tasks.spawn(async move { membership(&one, &asking, &kept, &trusts).await });
             let (one, asking, kept) = (replica.clone(), Arc::clone(client), Arc::clone(history));
-            let (last, watched) = (Arc::clone(&last), watched.to_vec());
-            tasks.spawn(async move { agents(&one, &asking, &kept, &watched, &last).await });
+            let (last, watched, late) = (Arc::clone(&last), watched.to_vec(), Arc::clone(&late));
+            tasks.spawn(async move { agents(&one, &asking, &kept, &watched, (&last, &late)).await });
         }
-        Self { last, trusted, tasks }
+        Self { last, trusted, late, tasks }
+    }
+
+    /// How late it may be recorded that an agent has come to a replica, or left it: a replica answers after
+    /// it has asked the others, which takes seconds when one of them does not answer.
+    pub(crate) fn late(&self) -> Micros {
+        self.late.load(Ordering::Relaxed)
     }
 
     /// Stops: what is seen from now on is seen while the run ends.
@@ -205,7 +217,12 @@ fn listed(replica: &Observed, list: &ListReplicasResponse, at: Micros, history: 
         && let Some(life) = history.lives.iter_mut().rfind(|life| life.replica == replica.name)
         && life.to.is_none()
     {
-        life.epoch = life.epoch.or(Some(own));
+        match life.epoch {
+            None => life.epoch = Some(own),
+            // Its gossip has started anew. What it says of itself is not held against it.
+            Some(_) if !life.had(own) => life.later.push(own),
+            Some(_) => {}
+        }
     }
     let view = View {
         observer: replica.name.clone(),
@@ -262,14 +279,28 @@ pub(crate) async fn look(caller: &Caller, watched: &[i64]) -> Result<(u64, Seen)
     Ok((generation, seen))
 }
 
-async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: &[i64], last: &Last) {
+async fn agents(
+    replica: &Observed,
+    client: &Client,
+    history: &Shared,
+    watched: &[i64],
+    (last, late): (&Last, &AtomicU64),
+) {
     let mut asking = Asking { replica, client, caller: None };
     // By agent: the index of its presence in the history.
     let mut present: BTreeMap<i64, usize> = BTreeMap::new();
     let mut before = 0;
+    // The process that answered last, and when that look began.
+    let mut earlier = (0, 0);
     loop {
         let at = clock::now();
         if let Some((process, seen)) = asking.look(watched).await {
+            let since = match earlier {
+                (same, since) if same == process => since,
+                (_, since) => since.max(began(&replica.name, at, &history.lock())),
+            };
+            earlier = (process, at);
+            late.fetch_max(clock::now().saturating_sub(since), Ordering::Relaxed);
             // The tunnels of the process before have ended with it.
             let restarted = before != process;
             before = process;
@@ -289,6 +320,14 @@ async fn agents(replica: &Observed, client: &Client, history: &Shared, watched: 
         }
         tokio::time::sleep(period(watched.len())).await;
     }
+}
+
+/// Before this, the process of a replica that answers at `at` held no agent: the end of the process before
+/// it, or, for the first one, the time at which it was known to be ready.
+fn began(name: &str, at: Micros, history: &History) -> Micros {
+    let lives = || history.lives.iter().filter(|life| life.replica == name);
+    let ended = lives().filter_map(|life| life.to).filter(|to| *to <= at).max();
+    ended.or_else(|| lives().map(|life| life.from).min()).map_or(at, |since| since.min(at))
 }
 
 /// Records which agents the replica holds itself.
@@ -319,5 +358,30 @@ fn held(
             });
             history.presences.len() - 1
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use history::{Life, SECOND};
+
+    use super::*;
+
+    #[test]
+    fn a_process_begins_after_the_one_before_it() {
+        let life = |replica: &str, from, to: Option<Micros>| Life {
+            replica: replica.to_owned(),
+            epoch: None,
+            later: Vec::new(),
+            from: from * SECOND,
+            to: to.map(|to| to * SECOND),
+            killed: to.is_some(),
+        };
+        let mut history = History::default();
+        assert_eq!(began("a", 5 * SECOND, &history), 5 * SECOND, "not known to be ready yet");
+        history.lives = vec![life("a", 1, None), life("b", 2, Some(30))];
+        assert_eq!(began("a", 5 * SECOND, &history), SECOND);
+        history.lives = vec![life("a", 1, Some(10)), life("b", 2, Some(12)), life("a", 14, None)];
+        assert_eq!(began("a", 16 * SECOND, &history), 10 * SECOND);
     }
 }

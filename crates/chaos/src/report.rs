@@ -2,6 +2,7 @@
 
 mod page;
 mod result;
+mod slow;
 
 use std::path::{Path, PathBuf};
 
@@ -29,6 +30,8 @@ const PICTURES: &str = "images/chaos";
 pub(crate) struct Form {
     pub(crate) quick: bool,
     pub(crate) tracker: Tracker,
+    /// The number of agents, if another one than the scenario's own was asked for.
+    pub(crate) agents: Option<i64>,
     /// The programs are not optimized: those of the dev profile.
     pub(crate) debug: bool,
     /// Times are shown beside their gates, and fail nothing.
@@ -40,6 +43,9 @@ impl std::fmt::Display for Form {
         f.write_str(if self.quick { "quick" } else { "full" })?;
         if self.tracker == Tracker::Redis {
             write!(f, ", {}", self.tracker.as_str())?;
+        }
+        if let Some(agents) = self.agents {
+            write!(f, ", {agents} agents")?;
         }
         if self.debug {
             f.write_str(", debug build")?;
@@ -128,7 +134,8 @@ fn machine() -> String {
     let gib = kib.map_or_else(|| "?".to_owned(), |kib| ((kib + (1 << 19)) >> 20).to_string());
     let kernel = read("/proc/sys/kernel/osrelease");
     let kernel = kernel.split('-').next().unwrap_or_default().trim();
-    format!("{cores} cores, {gib} GiB, Linux {kernel}")
+    let clients = if cfg!(debug_assertions) { "; clients and agents without optimizations" } else { "" };
+    format!("{cores} cores, {gib} GiB, Linux {kernel}{clients}")
 }
 
 fn history_file(folder: &Path, history: &History) -> PathBuf {
@@ -141,7 +148,7 @@ pub(crate) fn write(results: &Path, docs: &Path) -> Result<()> {
     let all = result::read(results)?;
     let pictures = docs.join(PICTURES);
     std::fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
-    let (page, shown) = page::page(&all);
+    let (page, shown) = page::page(&all, &slow::simulated(results)?);
     for old in std::fs::read_dir(&pictures)? {
         let path = old?.path();
         let is_picture = path.extension().is_some_and(|ending| ending == "svg");
@@ -214,10 +221,12 @@ mod tests {
 
     #[test]
     fn forms_keep_runs_apart() {
-        let form = Form { quick: true, tracker: Tracker::Gossip, debug: false, no_gates: false };
+        let form =
+            Form { quick: true, tracker: Tracker::Gossip, agents: None, debug: false, no_gates: false };
         assert_eq!(form.to_string(), "quick");
-        let form = Form { quick: false, tracker: Tracker::Redis, debug: true, no_gates: true };
-        assert_eq!(form.to_string(), "full, redis, debug build, no gates");
+        let form =
+            Form { quick: false, tracker: Tracker::Redis, agents: Some(2_000), debug: true, no_gates: true };
+        assert_eq!(form.to_string(), "full, redis, 2000 agents, debug build, no gates");
     }
 
     #[test]

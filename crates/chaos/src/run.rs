@@ -17,6 +17,7 @@ use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::json;
 use tempfile::TempDir;
 use testkit::{
+    caller::Caller,
     kas::{merge, within},
     mesh::{self, Mesh},
     network::{Cut, Traffic},
@@ -41,7 +42,7 @@ use crate::{
     },
     load::{Ids, Load, Plan, Shared},
     measure::{Measured, Row},
-    observer::{Observed, Observer},
+    observer::{self, Observed, Observer},
     outsiders::{self, Outsiders},
     sizes::{Size, Sized, Sizes},
     slope::Slope,
@@ -57,6 +58,8 @@ const WATCHED: i64 = 200;
 const STREAMS: usize = 3;
 /// Hosts for agents, after those of the replicas.
 pub(crate) const AGENT_HOSTS: usize = 2;
+/// Agents that are asked through one client at the same time.
+const ONE_CLIENT: usize = 100;
 /// Everything that a run waits for takes at most this long.
 const LONG: Duration = Duration::from_secs(40);
 
@@ -260,6 +263,13 @@ impl Run {
         self.begun.elapsed()
     }
 
+    /// Asks a replica which agents it holds, of all.
+    pub(crate) async fn holds(&self, n: usize) -> Result<BTreeSet<i64>> {
+        let all: Vec<i64> = (1..=self.setup.agents).collect();
+        let caller = Caller::connect(self.mesh.api(n), Some(self.client.token())).await?;
+        Ok(observer::look(&caller, &all).await?.1.own)
+    }
+
     pub(crate) fn name(&self, n: usize) -> String {
         self.mesh.private(n).to_string()
     }
@@ -280,7 +290,14 @@ impl Run {
     fn lives(&mut self, n: usize) {
         let (replica, from) = (self.name(n), clock::now());
         self.sizes.processes.lock().insert(replica.clone(), self.mesh.kas(n).process.id());
-        self.history.lock().lives.push(Life { replica, epoch: None, from, to: None, killed: false });
+        self.history.lock().lives.push(Life {
+            replica,
+            epoch: None,
+            later: Vec::new(),
+            from,
+            to: None,
+            killed: false,
+        });
     }
 
     /// Records that a process has ended.
@@ -630,8 +647,13 @@ impl Run {
     pub(crate) fn first_answers(&self, agents: &BTreeSet<i64>, n: usize, since: Micros) -> JoinSet<f64> {
         let others: Vec<usize> = self.mesh.running().into_iter().filter(|other| *other != n).collect();
         let mut asking = JoinSet::new();
+        // Many would fill the connections of the load with requests that wait.
+        let mut client = Arc::clone(&self.client);
         for (number, agent) in agents.iter().copied().enumerate() {
-            let (client, history) = (Arc::clone(&self.client), Arc::clone(&self.history));
+            if number > 0 && number % ONE_CLIENT == 0 {
+                client = self.client.again();
+            }
+            let (client, history) = (Arc::clone(&client), Arc::clone(&self.history));
             let (ids, others) = (self.ids.clone(), others.clone());
             asking.spawn(async move {
                 let end = Instant::now() + LONG;
@@ -737,8 +759,10 @@ fn seconds(time: Duration) -> String {
 
 /// Returns the agents that are watched, of 1 to `count`: all, or some that are evenly spread.
 fn spread(count: i64) -> Vec<i64> {
-    let watched = count.min(WATCHED);
-    (0..watched).map(|n| 1 + n * count / watched).collect()
+    /// Agents spread over replicas by their ids: with equal steps, all agents of one replica may be left out.
+    const STEP: i64 = 7_919;
+    let watched: BTreeSet<i64> = (0..count.min(WATCHED)).map(|n| 1 + n * STEP % count).collect();
+    watched.into_iter().collect()
 }
 
 /// Cuts in both directions between each of two groups.
@@ -757,7 +781,16 @@ mod tests {
     #[test]
     fn watched_agents_are_all_or_evenly_spread() {
         assert_eq!(spread(24), (1..=24).collect::<Vec<_>>());
-        let many = spread(2_000);
-        assert_eq!((many.len(), many[0], many[1], many[199]), (200, 1, 11, 1991));
+        for count in [300, 2_000] {
+            let many = spread(count);
+            assert_eq!(many.len(), 200);
+            assert!(many.iter().all(|agent| (1..=count).contains(agent)), "{many:?}");
+            for replicas in 2..=7 {
+                for replica in 0..replicas {
+                    let watched = many.iter().filter(|agent| *agent % replicas == replica).count() as i64;
+                    assert!(watched > 200 / replicas / 2, "{watched} of replica {replica} of {replicas}");
+                }
+            }
+        }
     }
 }

@@ -9,6 +9,7 @@ mod outside;
 mod packets;
 mod phases;
 mod process;
+mod recovery;
 mod registry;
 mod restarts;
 mod soak;

@@ -203,6 +203,7 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
             metrics: measured,
             max_tunnels: 500,
             pushed,
+            calls: Arc::default(),
         });
         agents.spawn(supervisor::run(
             context,

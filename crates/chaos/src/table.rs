@@ -191,7 +191,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S08",
         "SIGSTOP for 0.5, 5 and 60 s (quick: 0.5 and 5 s)",
-        "0.5 s: no death; else back within 1 s; no stale route",
+        "0.5 s: no death; else back within 1 s; no stale route; full form: sizes return to within 5 %",
         true,
     ),
     row(
@@ -308,7 +308,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S31",
-        "reconnect storm: 300 agents of a killed replica (two cores have no room for 10,000)",
+        "reconnect storm: the agents of a killed replica, 300 on all (--agents)",
         "T_storm",
         false,
     ),

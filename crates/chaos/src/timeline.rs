@@ -282,7 +282,14 @@ mod tests {
         let mut history = History::default();
         history.header.end = 10 * SECOND;
         let to = Some(5 * SECOND);
-        history.lives = vec![Life { replica: "a:8155".to_owned(), epoch: None, from: 0, to, killed: true }];
+        history.lives = vec![Life {
+            replica: "a:8155".to_owned(),
+            epoch: None,
+            later: Vec::new(),
+            from: 0,
+            to,
+            killed: true,
+        }];
         history.faults = vec![
             fault("SIGKILL <a>", SECOND, to, Effect::Disabled(BTreeSet::from(["a:8155".to_owned()]))),
             fault("a and b are cut", SECOND, None, Effect::Cut(BTreeSet::new())),
@@ -315,7 +322,14 @@ mod tests {
         for n in 0..360 {
             let from = n * 10 * SECOND;
             let replica = format!("10.77.0.{}:8155", n % 4);
-            let life = Life { replica, epoch: None, from, to: Some(from + 30 * SECOND), killed: false };
+            let life = Life {
+                replica,
+                epoch: None,
+                later: Vec::new(),
+                from,
+                to: Some(from + 30 * SECOND),
+                killed: false,
+            };
             let effect = Effect::Disabled(BTreeSet::from([life.replica.clone()]));
             history.faults.push(fault("SIGSTOP replica 1 for 3.25s", from, Some(from + 3 * SECOND), effect));
             if n % 2 == 0 {

@@ -2,10 +2,11 @@
 
 use std::{sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use grpc::{Deadline, Status};
 use http::{HeaderMap, HeaderValue};
 use ids::{Actor, AgentId, Impersonation};
-use kube_request::RequestInfo;
+use kube_request::{RequestInfo, Target};
 use observe::{
     Observer,
     audit::{EndpointFields, kubernetes::KubernetesAction},
@@ -13,7 +14,7 @@ use observe::{
 use routing::router::Router;
 use tokio::{sync::Semaphore, time::Instant};
 
-use crate::{Call, Request, Response, send};
+use crate::{Call, Opened, Request, Response, cancels, open, send};
 
 /// What the requests of a [`Cluster`] have in common.
 #[derive(Clone, Debug)]
@@ -82,14 +83,50 @@ impl Cluster {
     pub async fn send(&self, request: Request) -> Result<Response, Status> {
         // The semaphore is never closed.
         let _permit = self.permits.acquire().await;
-        let ClusterSettings { agent, source, impersonation, timeout, find, max_body, .. } = &self.settings;
+        let begun = self.begin("short", &request);
+        let mut ending = Ending { record: begun.record.clone(), end: None };
+        let answer =
+            send(&self.router, begun.named(request, &self.settings), begun.call(&self.settings)).await;
+        ending.end = Some(match &answer {
+            Ok(response) => (u16::try_from(response.status).ok(), "upstream", response.body.len() as u64),
+            Err(_) => (None, "tunnel", 0),
+        });
+        answer
+    }
+
+    /// Opens a watch, see [`open`]. It does not count among the requests at once.
+    ///
+    /// # Errors
+    /// As of [`open`].
+    ///
+    /// # Cancel safety
+    /// As of [`open`].
+    pub async fn watch(&self, request: Request, for_old: Target) -> Result<Watching, Status> {
+        let begun = self.begin("watch", &request);
+        let mut ending = Ending { record: begun.record.clone(), end: None };
+        let request = begun.named(request, &self.settings);
+        match open(&self.router, request, for_old, begun.call(&self.settings)).await {
+            Ok(opened) => {
+                ending.end = Some((u16::try_from(opened.status).ok(), "client", 0));
+                Ok(Watching { opened, ending })
+            }
+            Err(status) => {
+                ending.end = Some((None, "tunnel", 0));
+                Err(status)
+            }
+        }
+    }
+
+    /// Begins the record of a request.
+    fn begin(&self, kind: &'static str, request: &Request) -> Begun {
+        let ClusterSettings { agent, source, impersonation, .. } = &self.settings;
         let id = format!("{:032x}", rand::random::<u128>());
         let audit_id = format!("kas-{id}");
         let fields = EndpointFields {
             source: Some(source),
             mode: Some(if impersonation.is_some() { "impersonate" } else { "agent" }),
             access_rule: None,
-            kind: Some("short"),
+            kind: Some(kind),
             audit_id: audit_id.clone(),
             user_agent: None,
             upgrade: None,
@@ -104,33 +141,82 @@ impl Cluster {
             KubernetesAction::of_info(method, &info, &request.target, user)
         });
         record.allowed_at_endpoint(method, &HeaderMap::new());
-        let mut ending = Ending { record: record.clone(), end: None };
         let correlation =
             HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("kas-gitops"));
-        let call = Call {
-            agent: *agent,
+        Begun { id, audit_id, correlation, record }
+    }
+}
+
+/// A request whose record has begun.
+struct Begun {
+    id: String,
+    audit_id: String,
+    correlation: HeaderValue,
+    record: observe::RequestRecord,
+}
+
+impl Begun {
+    fn named(&self, request: Request, settings: &ClusterSettings) -> Request {
+        request
+            .header("Audit-Id", self.audit_id.clone())
+            .header("X-Request-Id", self.id.clone())
+            .header("User-Agent", settings.user_agent.clone())
+    }
+
+    fn call<'a>(&'a self, settings: &'a ClusterSettings) -> Call<'a> {
+        Call {
+            agent: settings.agent,
             connection: None,
-            impersonation: impersonation.as_ref(),
-            correlation: &correlation,
-            deadline: Deadline::after(*timeout),
-            wait_until: Instant::now().checked_add(*find),
-            record: &record,
-            max_body: *max_body,
-        };
-        let request = request
-            .header("Audit-Id", audit_id)
-            .header("X-Request-Id", id.clone())
-            .header("User-Agent", self.settings.user_agent.clone());
-        let answer = send(&self.router, request, call).await;
-        ending.end = Some(match &answer {
-            Ok(response) => (u16::try_from(response.status).ok(), "upstream", response.body.len() as u64),
-            Err(_) => (None, "tunnel", 0),
-        });
-        answer
+            impersonation: settings.impersonation.as_ref(),
+            correlation: &self.correlation,
+            deadline: Deadline::after(settings.timeout),
+            wait_until: Instant::now().checked_add(settings.find),
+            record: &self.record,
+            max_body: settings.max_body,
+        }
+    }
+}
+
+/// An open watch. Dropping it cancels the request, if the agentk can do that.
+#[derive(Debug)]
+pub struct Watching {
+    opened: Opened,
+    ending: Ending,
+}
+
+impl Watching {
+    /// Returns the status code.
+    pub fn status(&self) -> i32 {
+        self.opened.status
+    }
+
+    /// Whether the agentk can cancel it.
+    pub fn is_cancellable(&self) -> bool {
+        cancels(self.opened.features)
+    }
+
+    /// Reads the next part of the body; `None`: the API server has ended the watch.
+    ///
+    /// # Errors
+    /// Errors of the agent, and `INTERNAL` if the response is incomplete.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        let read = self.opened.data().await;
+        if let Some((_, by, bytes)) = &mut self.ending.end {
+            match &read {
+                Ok(Some(data)) => *bytes += data.len() as u64,
+                Ok(None) => *by = "upstream",
+                Err(_) => *by = "tunnel",
+            }
+        }
+        read
     }
 }
 
 /// Writes the line `end` of a request. One that is dropped earlier was given up.
+#[derive(Debug)]
 struct Ending {
     record: observe::RequestRecord,
     end: Option<(Option<u16>, &'static str, u64)>,

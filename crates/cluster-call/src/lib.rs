@@ -1,6 +1,7 @@
 //! HTTP requests of kas itself to the API server of an agent, through its tunnel.
 //!
-//! [`send`] sends one request and reads its complete response. Everything that kas asks of a cluster uses it,
+//! [`send`] sends one request and reads its complete response; [`open`] one whose response is read part by part.
+//! Everything that kas asks of a cluster uses it,
 //! so it works with every agent that serves `KubernetesApi`. [`Cluster`] adds what a task that makes many
 //! requests needs: an identity, records in the audit log, and a limit of the tunnels that it occupies.
 
@@ -10,18 +11,21 @@ mod cluster;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures_util::stream;
 use grpc::{Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Method};
-use http_tunnel::kas_end;
+use http_body::Frame;
+use http_body_util::StreamBody;
+use http_tunnel::kas_end::{self, ResponseReader};
 use ids::{AgentId, ConnectionId, Impersonation};
 use kube_request::Target;
 use observe::RequestRecord;
 use proto::gitlab::agent::prototool::{self, Values};
-use routing::router::{AgentRequest, ChosenAgentk, RouteTrace, Router};
+use routing::router::{AgentRequest, Answering, ChosenAgentk, RouteTrace, Router};
 use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
 
-pub use self::cluster::{Cluster, ClusterSettings};
+pub use self::cluster::{Cluster, ClusterSettings, Watching};
 
 /// A request to an API server.
 #[derive(Clone, Debug)]
@@ -84,6 +88,79 @@ pub use http_tunnel::kas_end::Response;
 /// # Cancel safety
 /// Dropping the future cancels the request, which may have reached the API server by then.
 pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<Response, Status> {
+    let body = grpc::full(messages(request, call.impersonation)?);
+    let (deadline, max_body) = (call.deadline, call.max_body);
+    let answer = route(router, call, body, false, ChosenAgentk::default()).await?;
+    within(deadline, kas_end::read_response(answer, max_body)).await
+}
+
+/// A response that is read part by part.
+#[derive(Debug)]
+pub struct Opened {
+    /// The status code.
+    pub status: i32,
+    /// What the agentk that got the request supports.
+    pub features: Features,
+    body: ResponseReader<Answering>,
+}
+
+impl Opened {
+    /// Reads the next part of the body; `None`: the response is complete.
+    ///
+    /// # Errors
+    /// Errors of the agent, and `INTERNAL` if the response is incomplete.
+    ///
+    /// # Cancel safety
+    /// Cancel safe. Dropping [`Opened`] cancels the request.
+    pub async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        self.body.data().await
+    }
+}
+
+/// Sends a request whose response has no end of its own, such as a watch, and returns when its head is there.
+///
+/// `for_old` is the target that an agentk gets which cannot cancel a request: one whose response ends soon.
+/// The deadline of `call` is that of the head; [`Call::max_body`] has no effect.
+///
+/// # Errors
+/// As of [`send`].
+///
+/// # Cancel safety
+/// As of [`send`].
+pub async fn open(
+    router: &Router,
+    request: Request,
+    for_old: Target,
+    call: Call<'_>,
+) -> Result<Opened, Status> {
+    let old = messages(Request { target: for_old, ..request.clone() }, call.impersonation)?;
+    let new = messages(request, call.impersonation)?;
+    let chosen = ChosenAgentk::default();
+    let of = chosen.clone();
+    // It is read once the router has chosen an agentk.
+    let body = grpc::boxed(StreamBody::new(stream::once(async move {
+        let first = if cancels(of.features()) { new } else { old };
+        Ok::<_, grpc::BoxError>(Frame::data(first))
+    })));
+    let deadline = call.deadline;
+    let answering = async {
+        let mut body = ResponseReader::new(route(router, call, body, true, chosen.clone()).await?);
+        let head = body.head().await?;
+        Ok(Opened { status: head.status_code, features: chosen.features(), body })
+    };
+    within(deadline, answering).await
+}
+
+/// Whether an agentk with these features can cancel a request.
+///
+/// GitLab's can since the version that upgrades connections. Of an older one, a watch occupies a tunnel until
+/// the API server ends it.
+pub fn cancels(features: Features) -> bool {
+    features.contains(Features::UPGRADE)
+}
+
+/// Returns the messages of a request.
+fn messages(request: Request, impersonation: Option<&Impersonation>) -> Result<Bytes, Status> {
     if !request.target.fits_url_path(false) {
         return Err(Status::new(Code::Unimplemented, "the path has bytes that not every agent can request"));
     }
@@ -96,7 +173,16 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
         url_path: request.target.path().to_owned(),
         query: query.collect(),
     };
-    let body = kas_end::request_messages(http, call.impersonation, &request.body);
+    Ok(kas_end::request_messages(http, impersonation, &request.body))
+}
+
+async fn route(
+    router: &Router,
+    call: Call<'_>,
+    body: grpc::Body,
+    is_endless: bool,
+    chosen: ChosenAgentk,
+) -> Result<Answering, Status> {
     let mut headers = HeaderMap::new();
     call.record.outgoing(&mut headers);
     let answer = router
@@ -106,22 +192,30 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
             method: Arc::from(http_tunnel::METHOD),
             headers,
             correlation: call.correlation.clone(),
-            deadline: call.deadline,
+            // A response without an end has no deadline: that of its head is kept here.
+            deadline: if is_endless { Deadline::NONE } else { call.deadline },
             wait_until: call.wait_until,
-            body: grpc::full(body),
+            body,
             needs: Features::IMPERSONATION.when(call.impersonation.is_some()),
             is_long: false,
-            is_endless: false,
-            chosen: ChosenAgentk::default(),
+            is_endless,
+            chosen,
             trace: RouteTrace::default(),
             record: call.record.clone(),
         })
         .await?;
-    if let Head::Only(_, status) = answer.head {
-        return Err(if status.code() == Code::Ok { kas_end::incomplete() } else { status });
+    match answer.head {
+        Head::Headers(_) => Ok(answer.body),
+        Head::Only(_, status) if status.code() == Code::Ok => Err(kas_end::incomplete()),
+        Head::Only(_, status) => Err(status),
     }
-    let reading = kas_end::read_response(answer.body, call.max_body);
-    match call.deadline.instant() {
+}
+
+async fn within<T>(
+    deadline: Deadline,
+    reading: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
+    match deadline.instant() {
         None => reading.await,
         Some(at) => tokio::time::timeout_at(at, reading).await.unwrap_or_else(|_| {
             let text = "the API server's response was not complete before the deadline";

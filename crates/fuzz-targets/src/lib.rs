@@ -4,11 +4,13 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod hooks;
 mod http2;
 mod kubernetes;
 mod repositories;
 mod requests;
 mod tunnels;
+mod view_answers;
 
 use std::sync::LazyLock;
 
@@ -17,16 +19,18 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
+    view_answers::view_answers,
 };
 
 /// A target: its name, which is also the name of its folder of seeds, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 21] = [
+pub const ALL: [Target; 24] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -36,10 +40,12 @@ pub const ALL: [Target; 21] = [
     ("gitlab_answers", gitlab_answers),
     ("globs", globs),
     ("gossip_frame", gossip_frame),
+    ("hook_requests", hook_requests),
     ("http_envelopes", http_envelopes),
     ("inventory_keys", inventory_keys),
     ("jwt", jwt),
     ("kubernetes_requests", kubernetes_requests),
+    ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
     ("private_messages", private_messages),
     ("redis_values", redis_values),
@@ -47,6 +53,7 @@ pub const ALL: [Target; 21] = [
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
     ("upgrade", upgrade),
+    ("view_answers", view_answers),
     ("websocket", websocket),
 ];
 

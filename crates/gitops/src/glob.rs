@@ -82,6 +82,8 @@ enum Token {
 impl Glob {
     /// The steps that one match may take.
     pub const STEPS: usize = 100_000;
+    /// The glob of a project that has none, as in 14.1.
+    pub const DEFAULT: &str = "**/*.{yaml,yml,json}";
 
     /// Parses a glob. A leading `/` is removed.
     ///

@@ -4,6 +4,7 @@
 //! * [`glob`] says which files belong to a manifest project.
 //! * [`Engine::sync`] makes a cluster what a set says: inventory, apply, wait, prune.
 //! * [`Engine::check`] says what differs from what was applied, [`Engine::diff`] what a sync would change.
+//! * [`Schedule`] says when that is done, [`Claims`] whose inventory is whose, [`Events`] tells people.
 //!
 //! The crate knows neither tunnels nor Git nor a client library: a cluster is a [`ClusterApi`], a repository
 //! is a [`Head`] that can be resolved again. Nothing here reads a clock of the wall, and nothing runs when no
@@ -17,6 +18,7 @@
 
 mod apply;
 mod call;
+mod claims;
 mod cluster;
 pub mod decode;
 mod diff;
@@ -25,12 +27,14 @@ mod drift;
 mod each;
 mod engine;
 mod entry;
+mod events;
 mod existing;
 pub mod glob;
 pub mod inventory;
 mod marks;
 mod memory;
 mod object;
+mod options;
 mod order;
 mod pace;
 mod path;
@@ -38,23 +42,30 @@ mod plan;
 mod progress;
 mod project;
 mod prune;
+mod report;
 mod run;
+mod schedule;
 mod status;
 mod sync;
 #[cfg(test)]
 mod tests;
 
 pub use self::{
+    claims::Claims,
     cluster::{Budget, CallError, ClusterApi, MAX_RESPONSE},
     diff::{Change, ChangeAction, Diff, DiffError, DiffOptions},
     drift::Drift,
     engine::{Engine, PruneWhen, Scope, Sync},
+    events::{Event, Events},
     marks::{ID_LABEL, OWNER_ANNOTATION},
     memory::Memory,
     object::{Manifest, ObjectId, Set},
+    options::Options,
     progress::{
         Action, Head, Health, InventoryRef, ObjectReport, Observer, Outcome, Phase, Progress, Report, Stop,
         Unresolved,
     },
     project::{DryRun, InvalidOption, InventoryPolicy, Project, Propagation},
+    report::cut,
+    schedule::{BACKOFF, Due, Period, Schedule, varied},
 };

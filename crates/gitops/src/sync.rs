@@ -213,11 +213,23 @@ async fn dry_run(
     for id in &applied.unread {
         protected.keep_unread(id);
     }
+    say_what_would_be_pruned(run, api, candidates, &protected, run.project.prune).await?;
+    Ok(if run.has_failed() { Outcome::Incomplete } else { Outcome::Synced })
+}
+
+/// Reports what would be done with objects that are no longer wanted. `is_on`: whether any are deleted.
+async fn say_what_would_be_pruned(
+    run: &Run<'_>,
+    api: &Api,
+    candidates: &Candidates,
+    protected: &Protected,
+    is_on: bool,
+) -> Result<(), Outcome> {
     run.phase(Phase::Pruning);
     for id in candidates.objects.keys() {
-        let (verdict, _) = prune::examine(run, api, id, &protected).await?;
+        let (verdict, _) = prune::examine(run, api, id, protected).await?;
         let (action, message) = match verdict {
-            Verdict::Delete { .. } if run.project.prune => (Action::Pruned, String::new()),
+            Verdict::Delete { .. } if is_on => (Action::Pruned, String::new()),
             Verdict::Delete { .. } => (Action::Kept, "prune is off".to_owned()),
             Verdict::Unmark { why, .. } | Verdict::Forget { why, .. } => (Action::Forgotten, why),
             Verdict::Keep(why) => (Action::Kept, why),
@@ -225,10 +237,10 @@ async fn dry_run(
         };
         run.report_left(id, action, message);
     }
-    Ok(if run.has_failed() { Outcome::Incomplete } else { Outcome::Synced })
+    Ok(())
 }
 
-/// Deletes everything that an inventory holds, then the inventory.
+/// Deletes everything that an inventory holds, then the inventory. In a dry run it only says so.
 pub(crate) async fn destroy(run: &Run<'_>) -> Result<Outcome, Outcome> {
     run.phase(Phase::Reading);
     let api = run.api(true).await?;
@@ -242,11 +254,15 @@ pub(crate) async fn destroy(run: &Run<'_>) -> Result<Outcome, Outcome> {
         return Err(Outcome::Refused(why));
     }
     let fence = run.fence(first);
-    fence.write(run, Some(None), Map::new()).await?;
     let mut protected = Protected::default();
     // The inventory must be there until the last object is gone.
     protected.namespaces.insert(run.wanted.namespace.clone());
     let candidates = prune::candidates(&all, |_, _| false, &mut protected);
+    if run.project.dry_run != DryRun::None {
+        say_what_would_be_pruned(run, &api, &candidates, &protected, true).await?;
+        return Ok(if run.has_failed() { Outcome::Incomplete } else { Outcome::Synced });
+    }
+    fence.write(run, Some(None), Map::new()).await?;
     let work = async {
         let pruned = prune::prune(run, &api, &candidates, protected, &fence, None).await?;
         run.set_to_prune(pruned.left);

@@ -77,8 +77,8 @@ pub struct Bounds {
     pub late: Micros,
     /// I8: how long a view may hold an agent that is gone, or a replica that is dead.
     pub stale: Micros,
-    /// I8: how long before the recorded start of its presence a view may already hold an agent: the agent
-    /// records it later than its replica.
+    /// How long before its recorded start and end an agent may already be present (I8) and absent (I9): they
+    /// are recorded later than replicas know of them.
     pub early: Micros,
     /// I8: the same while the owner cannot be reached by the observer, or one of them is paused.
     pub stale_unreachable: Micros,
@@ -353,6 +353,10 @@ pub struct Life {
     /// Grows with each process of the replica; `None` if it is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<u64>,
+    /// Those that it took later, each above the one before: its gossip starts anew when others know a higher
+    /// one of the same replica, as after its clock was set back.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later: Vec<u64>,
     /// When it was ready.
     pub from: Micros,
     /// When it ended; `None`: it lived when recording ended.
@@ -361,6 +365,13 @@ pub struct Life {
     /// Whether it was killed, so that it could not finish anything.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub killed: bool,
+}
+
+impl Life {
+    /// Whether the process ever had this epoch.
+    pub fn had(&self, epoch: u64) -> bool {
+        self.epoch == Some(epoch) || self.later.contains(&epoch)
+    }
 }
 
 /// The state of the table of one replica.

@@ -132,7 +132,14 @@ mod tests {
                 to: None,
                 invalid_since: None,
             }],
-            lives: vec![Life { replica: "a".to_owned(), epoch: Some(1), from: 0, to: Some(9), killed: true }],
+            lives: vec![Life {
+                replica: "a".to_owned(),
+                epoch: Some(1),
+                later: Vec::new(),
+                from: 0,
+                to: Some(9),
+                killed: true,
+            }],
             views: vec![View {
                 observer: "a".to_owned(),
                 process: 1,

@@ -3,6 +3,7 @@
 //! There are no secrets: a token is never an id. A [`TokenHash`] may be kept, compared and (shortened)
 //! logged.
 
+mod home;
 mod impersonation;
 mod selector;
 
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
 pub use self::{
+    home::home_rank,
     impersonation::{
         FILE_USER_PREFIX, Impersonation, InvalidIdentity, check_identity_name, check_identity_value,
     },

@@ -38,6 +38,7 @@ pub use self::{
         gitaly::Gitaly,
         gitlab::{GitLab, GitLabApi},
         gossip::Gossip,
+        hooks::Hooks,
         identity::Identity,
         kubernetes_api::{
             AccessRule, ClaimPattern, ClientCertificates, InvalidClaimPattern, InvalidTemplate,
@@ -51,6 +52,7 @@ pub use self::{
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
         repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
+        views::Views,
     },
 };
 
@@ -69,6 +71,8 @@ pub struct Config {
     pub agent: Agent,
     /// The API listener; always enabled.
     pub api: Api,
+    /// The listener for webhooks; `None`: it is off.
+    pub hooks: Option<Hooks>,
     /// Metrics, probes, logs, traces, the audit log and the status page.
     pub observability: Observability,
     /// Limits on the resources that others can use.
@@ -79,6 +83,8 @@ pub struct Config {
     pub gitaly: Gitaly,
     /// Repositories on this host.
     pub repositories: Vec<LocalRepository>,
+    /// Rows of objects of agents' clusters.
+    pub views: Views,
 }
 
 impl Config {

@@ -10,6 +10,7 @@ pub(crate) mod drain;
 pub(crate) mod gitaly;
 pub(crate) mod gitlab;
 pub(crate) mod gossip;
+pub(crate) mod hooks;
 pub(crate) mod identity;
 pub(crate) mod kubernetes_api;
 pub(crate) mod limits;
@@ -20,6 +21,7 @@ pub(crate) mod private_api;
 pub(crate) mod redis;
 pub(crate) mod repositories;
 pub(crate) mod tracker;
+pub(crate) mod views;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -81,12 +83,14 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let (agent, info_cache, entries) = agent::read(root, by_gitlab, kind.not_redis(), state_dir.as_deref());
     let (mut listen, secret_files, says_issuers) = api::read(root);
     let tracker = tracker::read(root, env, kind, entries);
+    let hooks = hooks::read(root);
     let observability = observability::read(root, env, by_gitlab);
     let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
     let drain = drain::read(root);
     let gitlab = gitlab::read(root, by_gitlab, info_cache);
     let gitaly = gitaly::read(root, by_gitlab);
     let repositories = repositories::read(root);
+    let views = views::read(root);
 
     // Only default files need the folder: a container without a home folder starts if its configuration names
     // its own files.
@@ -128,10 +132,12 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         identity,
         agent,
         api: Api { listen, secrets, all_secrets_listed: secret_files.all_listed },
+        hooks,
         observability,
         limits,
         drain,
         gitaly,
         repositories,
+        views,
     }
 }

@@ -2,6 +2,7 @@
 //! shut down. Implementations of traits are chosen only here.
 
 mod git;
+mod hooks;
 mod kubernetes;
 mod part;
 mod reload;
@@ -56,6 +57,7 @@ use crate::{
         private::PrivateListener,
         registration::Registration,
     },
+    mailbox::MailboxMetrics,
     own_certificate,
     page::{Page, PageMetrics, Source},
     preflight,
@@ -63,6 +65,7 @@ use crate::{
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
     sync,
+    views::{self, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
 };
 use kas_config::{self, Attempts, Config, Problems};
 use observe::Observer;
@@ -143,6 +146,14 @@ pub enum StartError {
     /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] audit::OpenError),
+    /// A file with views cannot be used any more, although it has just been checked.
+    #[error("views.files[{index}]: {why}")]
+    Views {
+        /// The index of the file, from 0.
+        index: usize,
+        /// Why.
+        why: String,
+    },
     /// Spans cannot be exported.
     #[error("observability.tracing: spans cannot be exported")]
     Tracing(#[from] traces::Error),
@@ -168,6 +179,8 @@ pub struct Addresses {
     pub api: Option<SocketAddr>,
     /// The endpoint for kubectl, if it is enabled.
     pub kubernetes: Option<SocketAddr>,
+    /// The listener for webhooks, if it is enabled.
+    pub hooks: Option<SocketAddr>,
     /// The private listener, if there are other replicas.
     pub private: Option<SocketAddr>,
     /// The observability listener.
@@ -338,6 +351,10 @@ impl Kas {
             None => None,
             Some(section) => Some(bind("agent.kubernetes_api", &section.listen).await?),
         };
+        let hooks_listener = match &config.hooks {
+            None => None,
+            Some(section) => Some((section.clone(), bind("hooks", &section.listen).await?)),
+        };
         let private_listener = match config.tracker.private_api() {
             None => None,
             Some(private_api) => Some(bind("private_api", &private_api.listen).await?),
@@ -347,6 +364,7 @@ impl Kas {
             agent: agent_listener.local_addr(),
             api: api_listener.local_addr(),
             kubernetes: kubernetes_listener.as_ref().and_then(Listener::local_addr),
+            hooks: hooks_listener.as_ref().and_then(|(_, listener)| listener.local_addr()),
             private: private_listener.as_ref().and_then(Listener::local_addr),
             observability: admin_listener.local_addr(),
         };
@@ -378,6 +396,13 @@ impl Kas {
             None => kubernetes::EndpointTls::default(),
             Some(section) => kubernetes::tls(section, &mut reloader, addresses.kubernetes)?,
         };
+        let hooks = match hooks_listener {
+            None => None,
+            Some((section, listener)) => {
+                let tls = reloader.listener("hooks", &section.listen, true)?;
+                Some(hooks::Bound { section, listener, tls })
+            }
+        };
         let private_tls = match config.tracker.private_api() {
             None => None,
             Some(private_api) => reloader.private(private_api)?,
@@ -394,6 +419,8 @@ impl Kas {
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
+        let mailbox_metrics = Arc::new(MailboxMetrics::new(&mut registry));
+        let view_metrics = Arc::new(ViewMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -501,6 +528,28 @@ impl Kas {
             peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         };
         let (planners, sync) = git.planners(&config, uses);
+        let hub = Hub::new(HubParts {
+            settings: HubSettings {
+                memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
+                linger: config.views.linger,
+            },
+            definitions: views::definitions(&config.views.files)
+                .map_err(|(index, why)| StartError::Views { index, why })?,
+            sources: Arc::new(Tunnels {
+                router: Arc::clone(&router),
+                observer: Arc::clone(&observer),
+                me: replica.id.clone(),
+            }),
+            tracker: Arc::clone(&tracker),
+            identity: Arc::clone(&identity),
+            namespaces: {
+                let sync = Arc::clone(&sync);
+                Box::new(move |agent| sync.namespaces_of(agent))
+            },
+            me: replica.id.clone(),
+            metrics: view_metrics,
+            phase: lifecycle.watch(),
+        });
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -514,6 +563,23 @@ impl Kas {
         let (connections, failures) = (rate_limit("connections"), rate_limit("failures"));
         let mut parts = Parts::default();
         let synced = mesh.as_ref().map(|mesh| mesh.backend.ready());
+        let hooks = hooks.map(|bound| {
+            let uses = hooks::Uses {
+                me: replica.id.clone(),
+                tracker: Arc::clone(&tracker),
+                peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+                router: Arc::clone(&router),
+                observer: Arc::clone(&observer),
+                refusals: Arc::clone(&refusals),
+                metrics: mailbox_metrics,
+                sync: Arc::clone(&sync),
+            };
+            hooks::part(&config, bound, uses)
+        });
+        let (hooks_part, hooks_private, queries) = match hooks {
+            None => (None, None, None),
+            Some((part, private, queries)) => (Some(part), Some(private), Some(queries)),
+        };
         let listen = &config.api.listen;
         let jwt = JwtVerifier::new(&secrets.api, &listen.issuers, listen.leeway);
         let api = ApiListener::new(
@@ -527,6 +593,8 @@ impl Kas {
             Arc::clone(&observer),
             config.limits.attempts,
             Arc::clone(&sync),
+            queries,
+            hub,
         );
         let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
         if let Some(gitlab) = &gitlab {
@@ -545,6 +613,10 @@ impl Kas {
                 .task(Arc::clone(&git.repositories).run())
                 .task(Arc::clone(&pushes).tell(Arc::clone(&tracker), peers)),
         );
+        // Before the part of the other replicas: hooks are handed over before this one leaves.
+        if let Some(part) = hooks_part {
+            parts.add(part);
+        }
         let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
         if let (Some(mesh), Some(listener), Some(private_api)) =
             (mesh, private_listener, config.tracker.private_api())
@@ -553,6 +625,7 @@ impl Kas {
                 Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             services.push(sync.for_replicas());
             services.push(pushes.service());
+            services.extend(hooks_private);
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),
@@ -691,6 +764,7 @@ impl Kas {
                 .kubernetes_api
                 .as_ref()
                 .map(|section| show(addresses.kubernetes, &section.listen)),
+            hooks = config.hooks.as_ref().map(|section| show(addresses.hooks, &section.listen)),
             private = addresses.private.map(|address| address.to_string()),
             observability = show(addresses.observability, &config.observability.listen),
             "kas is serving"

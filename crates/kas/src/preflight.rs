@@ -214,6 +214,10 @@ fn files(config: &Config) -> Findings {
     if let Tracker::Redis(shared) = &config.tracker {
         redis(shared, config.open_secret_files, &mut findings);
     }
+    if let Err((index, why)) = crate::views::definitions(&config.views.files) {
+        let expected = "a file with views: [{name, resources, columns}]";
+        findings.problem(format!("views.files[{index}]"), why, expected);
+    }
     identity(config, &mut findings);
     users(config, &mut findings);
     issuers(config, &mut findings);

@@ -16,8 +16,8 @@ use observe::Observer;
 use planner::{Applier, Clusters, ReadLimits};
 use routing::router::Router;
 
-pub(crate) use self::service::MAX_QUESTION;
 pub use self::service::SyncService;
+pub(crate) use self::service::{MAX_QUESTION, ask};
 pub(crate) use self::{
     agents::HeldAgents,
     sources::{AskGitLab, GitSources, Permissions},

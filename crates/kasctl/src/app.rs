@@ -9,7 +9,7 @@ use crate::{
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
-    gitops, kubeconfig, login,
+    get, gitops, hooks, kubeconfig, login,
     output::{Output, note},
     pods, probe, replicas, request, token, tracker, why,
 };
@@ -61,6 +61,10 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             api::with_client(global.settings(), async |client| pods::run(client, output, args, format).await)
                 .await
         }
+        Command::Get(args) => {
+            api::with_client(global.settings(), async |client| get::run(client, output, args, format).await)
+                .await
+        }
         Command::Replicas => {
             api::with_client(global.settings(), async |client| replicas::run(client, output, format).await)
                 .await
@@ -82,6 +86,12 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Environments(args) => {
             api::with_client(global.settings(), async |client| {
                 environments::run(client, output, args, format).await
+            })
+            .await
+        }
+        Command::Hooks(command) => {
+            api::with_client(global.settings(), async |client| {
+                hooks::run(client, output, command, format).await
             })
             .await
         }

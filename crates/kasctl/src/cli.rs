@@ -1,5 +1,6 @@
 //! The command line. The manual pages are generated from these texts.
 
+mod get;
 mod kubectl;
 mod login;
 mod probe;
@@ -12,11 +13,13 @@ use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
 use self::{
+    get::GET_HELP,
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
     probe::PROBE_HELP,
 };
 pub(crate) use self::{
+    get::GetArgs,
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
@@ -36,11 +39,13 @@ const ROOT_HELP: &str = "\
 Examples:
   kasctl agents                     connected agents, and the kas replica of each
   kasctl pods 7 -n default          pods in the cluster of agent 7
+  kasctl get pods --agents all -w   pods in the clusters of all agents, and every change
   kasctl request 7 GET /version     a request to the Kubernetes API of agent 7
   kasctl replicas                   the replicas of kas, and their problems
   kasctl tracker status             status of the table of agents that the replicas share
   kasctl why 7                      which replica holds agent 7, and how a request is routed to it
   kasctl environments               the environments of agents, and how their manifests fare
+  kasctl hooks dead 7               webhooks that could not be delivered to agent 7
   kasctl probe 7 --for 10m          would a user notice what you are about to do to kas?
   kasctl kubeconfig --url https://kas.example.com/ --token-file kas.token
                                     a context of kubectl for each agent that the token reaches
@@ -251,6 +256,30 @@ The API server makes the diff by a dry run, so nothing is written. Of Secrets on
 are shown. Exit codes are those of kubectl diff: 0 without changes, 1 with changes, above that with errors.
 
 JSON is one line for each change: {\"action\", \"object\": {\"group\", \"kind\", \"namespace\", \"name\"}, \"file\", \"diff\", \"error\"}";
+const HOOKS_LIST_HELP: &str = "\
+Examples:
+  kasctl hooks list 7
+  kasctl hooks list 7 -o json | jq '.kept | length'
+
+The hooks are those of kas.yaml of the agent, as the replicas that keep its hooks know them. Below them are those that \
+wait for the agent; COPIES are the replicas that have one. Bodies are never shown.
+
+JSON is one document, and stable: fields may be added, but are not changed or removed.
+  {\"replica\", \"known\", \"flaw\", \"hooks\": [{\"name\", \"verify\", \"deliver\"}],
+   \"kept\": [{\"id\", \"hook\", \"state\", \"age_ms\", \"attempts\", \"copies\", \"bytes\", \"reason\"}]}";
+const HOOKS_DEAD_HELP: &str = "\
+Examples:
+  kasctl hooks dead 7
+  kasctl hooks dead 7 -o json | jq -r '.kept[].reason' | sort | uniq -c
+
+A hook is a dead letter when its receiver refused it, or when it could not be delivered for 24 h. It is kept for 7 days. \
+JSON is as of hooks list.";
+const HOOKS_REPLAY_HELP: &str = "\
+Examples:
+  kasctl hooks replay 7 0123456789abcdef0123456789abcdef
+  kasctl hooks replay 7 --all
+
+A hook that is replayed waits again, as if it had just come. JSON is {\"replayed\"}.";
 const ENVIRONMENTS_HELP: &str = "\
 Examples:
   kasctl environments                       all of them, with a row for each agent
@@ -358,6 +387,9 @@ pub(crate) enum Command {
     /// List the pods in the cluster of an agent
     #[command(after_help = PODS_HELP)]
     Pods(PodsArgs),
+    /// Show objects of many clusters as kubectl get does, and keep the rows fresh
+    #[command(after_help = GET_HELP)]
+    Get(GetArgs),
     /// List the replicas of kas, their health, and their problems
     #[command(after_help = REPLICAS_HELP)]
     Replicas,
@@ -370,6 +402,9 @@ pub(crate) enum Command {
     /// Show what the manifest projects of an agent are doing, or make one sync, prune or go
     #[command(after_help = GITOPS_HELP)]
     Gitops(GitopsArgs),
+    /// Show the webhooks of an agent, and deliver those again that could not be delivered
+    #[command(subcommand)]
+    Hooks(HooksCommand),
     /// Show what a sync of a manifest project would change in the cluster
     #[command(after_help = DIFF_HELP)]
     Diff(DiffArgs),
@@ -485,6 +520,9 @@ pub(crate) enum GitopsCommand {
         /// The namespace of the inventory: default_namespace of the manifest project
         #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
         namespace: String,
+        /// Only show what would be deleted
+        #[arg(long, conflicts_with = "yes")]
+        dry_run: bool,
     },
 }
 
@@ -503,7 +541,7 @@ pub(crate) struct GitopsTarget {
 #[derive(Debug, Args)]
 pub(crate) struct ConfirmedTarget {
     #[command(flatten)]
-    target: GitopsTarget,
+    pub(crate) target: GitopsTarget,
     /// Delete without asking
     #[arg(long)]
     yes: bool,
@@ -621,6 +659,43 @@ pub(crate) enum TrackerCommand {
     /// Show the status of the table: its backend, its latency, and the last error
     #[command(after_help = TRACKER_STATUS_HELP)]
     Status,
+}
+
+/// Commands of `hooks`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum HooksCommand {
+    /// List the webhooks that an agent takes, and those that wait for it
+    #[command(after_help = HOOKS_LIST_HELP)]
+    List(HooksArgs),
+    /// List the webhooks that could not be delivered to an agent
+    #[command(after_help = HOOKS_DEAD_HELP)]
+    Dead(HooksArgs),
+    /// Deliver webhooks again that could not be delivered
+    #[command(after_help = HOOKS_REPLAY_HELP)]
+    Replay(ReplayArgs),
+}
+
+/// Arguments of `hooks list` and `hooks dead`.
+#[derive(Debug, Args)]
+pub(crate) struct HooksArgs {
+    /// Id of the agent
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: AgentId,
+}
+
+/// Arguments of `hooks replay`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("which").required(true).args(["id", "all"]))]
+pub(crate) struct ReplayArgs {
+    /// Id of the agent
+    #[arg(value_name = "AGENT")]
+    pub(crate) agent: AgentId,
+    /// Id of the hook, as hooks dead prints it
+    #[arg(value_name = "ID")]
+    pub(crate) id: Option<String>,
+    /// All that could not be delivered
+    #[arg(long)]
+    pub(crate) all: bool,
 }
 
 /// Commands of `token`.

@@ -46,6 +46,11 @@ pub(crate) async fn run(
         let (name, flaw) = (printable(name), printable(flaw));
         note(format_args!("warning: kas.yaml of agent {id} ({name}) is not valid: {flaw}"));
     }
+    for agent in answer.agents.iter().filter(|agent| !agent.warning.is_empty()) {
+        let EnvironmentAgent { id, name, warning, .. } = agent;
+        let (name, warning) = (printable(name), printable(warning));
+        note(format_args!("warning: kas.yaml of agent {id} ({name}): {warning}"));
+    }
     match format {
         Format::Json => output.json_document(&ListJson::from(&answer)).await?,
         Format::Table => {
@@ -113,6 +118,8 @@ struct AgentJson<'a> {
     namespaces: Option<&'a [String]>,
     /// Why `kas.yaml` is not valid; null if it is.
     flaw: Option<&'a str>,
+    /// What in `kas.yaml` has no effect; null: nothing.
+    warning: Option<&'a str>,
     /// Null: there are no manifest projects, or no replica plans for the agent.
     sync: Option<&'a str>,
     message: &'a str,
@@ -131,6 +138,7 @@ impl<'a> From<&'a ListEnvironmentsResponse> for ListJson<'a> {
             connections: agent.connections,
             namespaces: Some(agent.namespaces.as_slice()).filter(|namespaces| !namespaces.is_empty()),
             flaw: Some(agent.flaw.as_str()).filter(|flaw| !flaw.is_empty()),
+            warning: Some(agent.warning.as_str()).filter(|warning| !warning.is_empty()),
             sync: Some(agent.sync.as_str()).filter(|sync| !sync.is_empty()),
             message: &agent.message,
             projects: agent.projects,

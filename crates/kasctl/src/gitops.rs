@@ -41,7 +41,10 @@ pub(crate) async fn run(
         None => return Box::pin(show(client, output, list, format)).await,
         Some(GitopsCommand::Sync(target)) => (target, Action::Sync, String::new()),
         Some(GitopsCommand::Prune(args)) => (args.confirmed()?, Action::Prune, String::new()),
-        Some(GitopsCommand::Destroy { confirmed, namespace }) => {
+        Some(GitopsCommand::Destroy { confirmed, namespace, dry_run: true }) => {
+            (confirmed.target, Action::ShowDestroy, namespace)
+        }
+        Some(GitopsCommand::Destroy { confirmed, namespace, dry_run: false }) => {
             (confirmed.confirmed()?, Action::Destroy, namespace)
         }
     };
@@ -60,7 +63,8 @@ async fn control(
     question: ControlSyncRequest,
     agent: AgentId,
 ) -> Result<Exit, Failure> {
-    let call = client.call(CallKind::Request { agent, safe: false }, Some(CONTROL_TIMEOUT));
+    let safe = question.action() == Action::ShowDestroy;
+    let call = client.call(CallKind::Request { agent, safe }, Some(CONTROL_TIMEOUT));
     let request = client.request(&call, question)?;
     let answer = client
         .within(&call, async {
@@ -69,7 +73,9 @@ async fn control(
         })
         .await?;
     let message = if answer.message.is_empty() { "synced" } else { &answer.message };
-    output.write(format!("{}\n", printable(message)).as_bytes()).await?;
+    let lines = answer.objects.iter().map(String::as_str).chain([message]);
+    let text: String = lines.map(|line| format!("{}\n", printable(line))).collect();
+    output.write(text.as_bytes()).await?;
     Ok(Exit::Ok)
 }
 

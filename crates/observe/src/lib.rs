@@ -67,12 +67,23 @@ impl Observer {
         peer: Option<SocketAddr>,
         correlation: &HeaderValue,
     ) -> RequestRecord {
+        self.arrived_by(Rule::Jwt, path, peer, correlation)
+    }
+
+    /// As [`arrived`](Self::arrived), for a request that another rule than its token decides about.
+    pub fn arrived_by(
+        self: &Arc<Self>,
+        rule: Rule,
+        path: &str,
+        peer: Option<SocketAddr>,
+        correlation: &HeaderValue,
+    ) -> RequestRecord {
         if self.audit.is_none() && self.tracer.is_none() {
             return RequestRecord::default();
         }
         let request_id = String::from_utf8_lossy(correlation.as_bytes()).into_owned();
         let method = path.chars().take(LONGEST_METHOD).collect();
-        self.begin(request_id, method, peer, Rule::Jwt, None)
+        self.begin(request_id, method, peer, rule, None)
     }
 
     /// Begins the record of a request that has arrived at the endpoint for kubectl.

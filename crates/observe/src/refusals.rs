@@ -18,6 +18,8 @@ pub enum ListenerName {
     Private,
     /// The endpoint for kubectl.
     Kubernetes,
+    /// The listener for webhooks.
+    Hooks,
 }
 
 /// Why a connection or stream was refused or ended early.

@@ -3,8 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use gitops::{
-    Action, Diff, DiffError, DiffOptions, Engine, Head, Outcome, Project, Propagation, Stop, Unresolved,
-    decode::File,
+    Action, Diff, DiffError, DiffOptions, DryRun, Engine, Head, Outcome, Project, Propagation, Stop,
+    Unresolved, cut, decode::File,
 };
 use ids::{AgentId, Impersonation};
 use parking_lot::Mutex;
@@ -15,7 +15,6 @@ use crate::{
     manifests::{LoadError, Queue},
     planners::{ControlError, Planners, named},
     source::SourceError,
-    task::{cut, message},
 };
 
 /// How long a diff may take.
@@ -82,7 +81,8 @@ impl Planners {
             spec.impersonation = run_as;
         }
         let context = &self.context;
-        let mut opened = spec.open(context, &budget).await.map_err(ControlError::Failed)?;
+        let opened = spec.open(context, &budget).await;
+        let mut opened = opened.map_err(|text| ControlError::Failed(cut(text)))?;
         opened.entry.project.other_inventories = claims.others(project);
         let repository = &opened.source.repository;
         let note = |why: &str| *waits.lock() = format!(": it {why}");
@@ -132,7 +132,7 @@ impl Planners {
     }
 
     /// Deletes every object of a project that no configuration names, and then its inventory, in this
-    /// namespace. Returns a text for people.
+    /// namespace. `is_dry`: it only says what it would do.
     ///
     /// # Errors
     /// See [`ControlError`].
@@ -144,7 +144,8 @@ impl Planners {
         agent: AgentId,
         project: &str,
         namespace: &str,
-    ) -> Result<String, ControlError> {
+        is_dry: bool,
+    ) -> Result<Destroyed, ControlError> {
         self.plan_for(agent).await?;
         let (known, budget, configuration) = self.unnamed(agent, project, None)?;
         let context = &self.context;
@@ -174,6 +175,8 @@ impl Planners {
         let of = Project {
             propagation: Propagation::Background,
             namespaces,
+            // Objects are only read.
+            dry_run: if is_dry { DryRun::Client } else { DryRun::None },
             ..Project::new(number, source.id, namespace, &context.replica)
         };
         let identity = configuration.identities.get(project).cloned();
@@ -187,18 +190,41 @@ impl Planners {
                  default_namespace that the project had, or the namespace of its inventory template"
             )));
         }
-        let (mut deleted, mut left) = (0, Vec::new());
+        let (mut deleted, mut left, mut objects) = (0, Vec::new(), Vec::new());
+        let mut bytes = 0;
         for id in &ids {
             let report = engine.destroy(&of, Some(id), &head, &|_: gitops::Progress| {}).await;
             if report.outcome != Outcome::Synced {
-                return Err(ControlError::Failed(message(&report)));
+                return Err(ControlError::Failed(report.message()));
             }
             for object in &report.objects {
-                match object.action {
-                    Action::Pruned => deleted += 1,
-                    _ => left.push(format!("{}: {}", object.id, object.message)),
+                let is_deleted = object.action == Action::Pruned;
+                if is_deleted {
+                    deleted += 1;
+                } else {
+                    left.push(format!("{}: {}", object.id, object.message));
+                }
+                let line = match is_deleted {
+                    true => format!("delete {}", object.id),
+                    false => format!("leave {}: {}", object.id, object.message),
+                };
+                bytes += line.len();
+                if is_dry && objects.len() < MOST && bytes <= MOST_BYTES {
+                    objects.push(line);
                 }
             }
+        }
+        if is_dry {
+            let unnamed = (deleted + left.len()).saturating_sub(objects.len());
+            if unnamed > 0 {
+                objects.push(format!("and {unnamed} more"));
+            }
+            let rest = match left.len() {
+                0 => String::new(),
+                count => format!("; {count} would be left alone"),
+            };
+            let message = format!("would delete {deleted} objects and the inventory{rest}");
+            return Ok(Destroyed { message, objects });
         }
         let more = if left.len() > NAMED { "; …" } else { "" };
         let named = left.get(..NAMED).unwrap_or(&left).join("; ");
@@ -206,10 +232,23 @@ impl Planners {
             0 => String::new(),
             count => format!("; {count} were left alone: {named}{more}"),
         };
-        Ok(format!("deleted {deleted} objects and the inventory{rest}"))
+        Ok(Destroyed { message: format!("deleted {deleted} objects and the inventory{rest}"), objects })
     }
 }
 
+/// What was deleted, or would be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Destroyed {
+    /// A text for people.
+    pub message: String,
+    /// Of a dry run: a line for each object, at most 10,000 and 2 MiB, and one that says how many more there
+    /// are.
+    pub objects: Vec<String>,
+}
+
+/// The most objects that a dry run names, and the bytes of all of them: they are one message.
+const MOST: usize = 10_000;
+const MOST_BYTES: usize = 2 << 20;
 /// How many objects a text names.
 const NAMED: usize = 3;
 

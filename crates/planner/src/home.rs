@@ -5,32 +5,21 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use aws_lc_rs::digest;
 use cluster::{Candidate, ReplicaHealth, Wire};
-use ids::{AgentId, ReplicaId};
+use ids::{AgentId, ReplicaId, home_rank};
 use tokio::time::Instant;
 
 /// How long the home of an agent must have been the same until it plans.
 pub const STOOD: Duration = Duration::from_secs(2);
 
 /// Returns the home of an agent: of the replicas that hold tunnels of it, are live and do not drain, the one
-/// with the highest SHA-256 of the agent's number, as 8 bytes in big-endian order, and the replica's name.
+/// with the highest [rank](home_rank).
 pub fn home(agent: AgentId, holders: &[Candidate]) -> Option<&ReplicaId> {
     let live = holders
         .iter()
         .filter(|holder| holder.health == ReplicaHealth::Live && holder.wire == Wire::Own)
         .map(|holder| &holder.replica.id);
-    live.max_by_key(|replica| rank(agent, replica))
-}
-
-/// Returns the rank of a replica for an agent.
-fn rank(agent: AgentId, replica: &ReplicaId) -> [u8; 32] {
-    let mut context = digest::Context::new(&digest::SHA256);
-    context.update(&agent.get().to_be_bytes());
-    context.update(replica.as_str().as_bytes());
-    let mut rank = [0; 32];
-    rank.copy_from_slice(context.finish().as_ref());
-    rank
+    live.max_by_key(|replica| home_rank(agent, replica))
 }
 
 /// The homes of agents over time, as one replica knows them.

@@ -11,10 +11,8 @@
 
 pub mod applier;
 mod asked;
-mod claims;
 mod context;
 mod diff;
-mod events;
 mod follow;
 pub mod home;
 mod manifests;
@@ -29,7 +27,7 @@ mod tests;
 pub use self::{
     applier::Applier,
     context::{Clusters, Timing},
-    diff::DiffOf,
+    diff::{Destroyed, DiffOf},
     metrics::{OutcomeLabel, PlannerMetrics, StateLabel},
     planners::{AgentSync, Agents, Configuration, Control, ControlError, Parts, Planners},
     source::{Bounds, FollowedHead, Heads, ReadLimits, Source, SourceError, Sources},

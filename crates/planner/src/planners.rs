@@ -10,7 +10,7 @@ use std::{
 };
 
 use cluster::{Query, Tracker};
-use gitops::Budget;
+use gitops::{BACKOFF, Budget, Claims};
 use ids::{Agent, AgentId, Impersonation, ReplicaId};
 use parking_lot::{Mutex, MutexGuard};
 use proto::gitlab::agent::agentcfg::ManifestProjectCf;
@@ -23,14 +23,13 @@ use tokio::{
 use crate::{
     applier::{AgentkVersion, Applier, Judge, Verdict},
     asked::{Asked, Permit},
-    claims::Claims,
     context::{Clusters, Context, Timing},
     home::Homes,
     manifests::{Loader, Share},
     metrics::PlannerMetrics,
     source::{Bounds, ReadLimits, Sources},
     status::{ProjectStatus, Status},
-    task::{BACKOFF, Command, Spec, Task},
+    task::{Command, Spec, Task},
 };
 
 /// How often homes and configurations are looked at: a replica that is no longer the home stops this soon.

@@ -3,17 +3,10 @@
 use std::{collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use gitops::{Project, glob::Glob};
+use gitops::{Options, Project, glob::Glob};
 use ids::Agent;
 use proto::gitlab::agent::agentcfg::{ManifestProjectCf, git_ref_cf::Ref, manifest_project_cf::PruneOneof};
 use repository::{Commit, Error, Repository, Revision};
-
-/// The glob of a project that has none, as in 14.1.
-const DEFAULT_GLOB: &str = "**/*.{yaml,yml,json}";
-/// The namespace of a project that names none.
-const DEFAULT_NAMESPACE: &str = "default";
-/// The defaults of 14.1.
-const TIMEOUT: Duration = Duration::from_secs(3_600);
 
 /// Finds repositories.
 #[async_trait]
@@ -131,11 +124,8 @@ impl Entry {
         bounds: &Bounds,
         limits: &ReadLimits,
     ) -> Result<Self, String> {
-        let number = u64::try_from(agent.id.get()).map_err(|error| error.to_string())?;
-        let namespace = match entry.default_namespace.as_str() {
-            "" => DEFAULT_NAMESPACE,
-            namespace => namespace,
-        };
+        let options = options(entry);
+        let namespace = options.namespace();
         if let Some(namespaces) = &bounds.namespaces
             && !namespaces.contains(namespace)
         {
@@ -143,22 +133,9 @@ impl Entry {
                 "default_namespace {namespace} is not one of the namespaces in the agent's kas.yaml"
             ));
         }
-        let wrong = |key: &str, error: &dyn std::fmt::Display| format!("{key}: {error}");
         let project = Project {
             namespaces: bounds.namespaces.clone(),
-            reconcile_timeout: duration("reconcile_timeout", entry.reconcile_timeout.as_ref())?,
-            dry_run: entry.dry_run_strategy.parse().map_err(|error| wrong("dry_run_strategy", &error))?,
-            prune: entry.prune_oneof.as_ref().is_none_or(|PruneOneof::Prune(prune)| *prune),
-            prune_timeout: duration("prune_timeout", entry.prune_timeout.as_ref())?,
-            propagation: entry
-                .prune_propagation_policy
-                .parse()
-                .map_err(|error| wrong("prune_propagation_policy", &error))?,
-            inventory_policy: entry
-                .inventory_policy
-                .parse()
-                .map_err(|error| wrong("inventory_policy", &error))?,
-            ..Project::new(number, id, namespace, replica)
+            ..options.project(agent.id.get(), id, replica)?
         };
         if entry.paths.len() > limits.paths {
             return Err(format!(
@@ -168,7 +145,7 @@ impl Entry {
             ));
         }
         let given = entry.paths.iter().map(|path| path.glob.as_str());
-        let default = entry.paths.is_empty().then_some(DEFAULT_GLOB);
+        let default = entry.paths.is_empty().then_some(Glob::DEFAULT);
         let globs = given
             .chain(default)
             .map(|glob| Glob::parse(glob).map_err(|error| format!("paths: {glob}: {error}")))
@@ -188,13 +165,16 @@ fn revision(entry: &ManifestProjectCf) -> Result<Revision, String> {
     revision.map_err(|error| format!("ref: {error}"))
 }
 
-fn duration(key: &str, given: Option<&prost_types::Duration>) -> Result<Duration, String> {
-    let Some(given) = given else { return Ok(TIMEOUT) };
-    let seconds = u64::try_from(given.seconds);
-    let nanos = u32::try_from(given.nanos);
-    match (seconds, nanos) {
-        (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Ok(Duration::new(seconds, nanos)),
-        _ => Err(format!("{key}: a duration must not be negative")),
+fn options(entry: &ManifestProjectCf) -> Options<'_> {
+    let duration = |given: &prost_types::Duration| (given.seconds, given.nanos);
+    Options {
+        default_namespace: &entry.default_namespace,
+        reconcile_timeout: entry.reconcile_timeout.as_ref().map(duration),
+        dry_run_strategy: &entry.dry_run_strategy,
+        prune: entry.prune_oneof.as_ref().map(|PruneOneof::Prune(prune)| *prune),
+        prune_timeout: entry.prune_timeout.as_ref().map(duration),
+        prune_propagation_policy: &entry.prune_propagation_policy,
+        inventory_policy: &entry.inventory_policy,
     }
 }
 
@@ -216,7 +196,7 @@ mod tests {
         let entry = checked(&ManifestProjectCf::default(), &Bounds::default()).unwrap();
         assert_eq!(entry.project, Project::new(3, 7, "default", "kas-1"));
         assert_eq!(entry.revision, Revision::Head);
-        assert_eq!(entry.globs[0].as_str(), DEFAULT_GLOB);
+        assert_eq!(entry.globs[0].as_str(), Glob::DEFAULT);
     }
 
     #[test]

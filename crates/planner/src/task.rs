@@ -1,12 +1,12 @@
 //! The task of one manifest project at the home of its agent: it follows the head, syncs, checks for drift
 //! and repeats what failed.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use futures_util::FutureExt as _;
 use gitops::{
-    Action, Budget, ClusterApi, Engine, Health, Memory, ObjectId, Outcome, Phase, PruneWhen, Report, Scope,
-    Stop,
+    BACKOFF, Budget, Claims, ClusterApi, Due, Engine, Events, Memory, Outcome, Period, Phase, PruneWhen,
+    Report, Schedule, Scope, Stop, cut, varied,
 };
 use ids::{Agent, Impersonation};
 use parking_lot::Mutex;
@@ -18,42 +18,15 @@ use tokio::{
 };
 
 use crate::{
-    claims::Claims,
-    context::Context,
-    events::{Event, Events},
-    follow::{ProjectHead, jittered},
+    context::{Context, Timing},
+    follow::ProjectHead,
     manifests::{LoadError, Queue, Share},
     source::{Bounds, Entry, FollowedHead, Source, SourceError},
     status::Status,
 };
 
-/// The pauses after failures, one after the other; the last one is repeated.
-pub(crate) const BACKOFF: [Duration; 5] = [
-    Duration::from_secs(10),
-    Duration::from_secs(20),
-    Duration::from_secs(40),
-    Duration::from_secs(60),
-    Duration::from_secs(300),
-];
-/// The pauses after another writer of the inventory was noticed, one after the other; the last one is
-/// repeated. It is usually a replica that has just stopped, or somebody's edit, and is noticed once. Two
-/// planners that go on get far enough apart for one of them to complete its sync.
-const FENCED: [Duration; 6] = [
-    Duration::from_secs(1),
-    Duration::from_secs(2),
-    Duration::from_secs(4),
-    Duration::from_secs(8),
-    Duration::from_secs(16),
-    Duration::from_secs(30),
-];
-/// How often in a row a sync begins anew at once because the head has moved or a commit is gone.
-const MOVES: u32 = 3;
 /// How often the status says again for how long a repository cannot be read.
 const SAY: Duration = Duration::from_secs(10);
-/// How many objects a message names.
-const NAMED: usize = 3;
-/// The longest message, in bytes.
-const LONGEST: usize = 4_000;
 
 /// What a person asks of a task.
 #[derive(Debug)]
@@ -132,13 +105,7 @@ struct Plan {
     good: Option<Commit>,
     /// Whether nothing was synced yet.
     is_first: bool,
-    failures: usize,
-    /// How often in a row another planner was noticed.
-    fenced: usize,
-    moves: u32,
-    retry: Option<Instant>,
-    check: Option<Instant>,
-    full: Option<Instant>,
+    schedule: Schedule,
 }
 
 /// Why a project is not planned any more.
@@ -171,47 +138,18 @@ impl Plan {
     fn new() -> Self {
         Self {
             memory: Memory::default(),
-            events: Events::default(),
+            events: Events::new("kas"),
             head: None,
             flawed: None,
             good: None,
             is_first: true,
-            failures: 0,
-            fenced: 0,
-            moves: 0,
-            retry: None,
-            check: None,
-            full: None,
+            schedule: Schedule::default(),
         }
-    }
-
-    /// When something is due.
-    fn next(&self) -> Option<Instant> {
-        [self.retry, self.check, self.full].into_iter().flatten().min()
-    }
-
-    /// Notes a failure, and when to try again.
-    fn failed(&mut self) {
-        let pause = BACKOFF[self.failures.min(BACKOFF.len() - 1)];
-        self.failures += 1;
-        self.retry = Some(Instant::now() + varied(pause));
-    }
-
-    /// Notes that another planner has written the inventory, and when to begin anew.
-    fn fenced(&mut self) {
-        let pause = FENCED[self.fenced.min(FENCED.len() - 1)];
-        self.fenced += 1;
-        self.retry = Some(Instant::now() + jittered(pause));
     }
 
     fn is_flawed(&self) -> bool {
         self.flawed.is_some() && self.flawed == self.head
     }
-}
-
-/// Returns a time within a tenth of this one.
-fn varied(time: Duration) -> Duration {
-    time.mul_f64(0.9 + rand::random::<f64>() / 5.0)
 }
 
 /// Returns a time as people write it, such as `3m`.
@@ -291,7 +229,7 @@ impl Task {
         let mut plan = Plan::new();
         let mut unreadable: Option<Unreadable> = None;
         loop {
-            let next = plan.next();
+            let next = plan.schedule.next();
             self.status.update(|state| state.next = next);
             let wake = tokio::select! {
                 head = follow.changed() => Wake::Head(head),
@@ -318,7 +256,7 @@ impl Task {
                     self.status.update(|state| state.wanted = Some(commit.to_string()));
                     let is_new = plan.head.replace(commit) != Some(commit);
                     if is_new {
-                        (plan.failures, plan.retry) = (0, None);
+                        plan.schedule.begin_anew();
                     }
                     if plan.is_flawed() && !is_new {
                         continue;
@@ -329,7 +267,7 @@ impl Task {
                 Wake::Head(Ok(None)) => {
                     unreadable = None;
                     plan.head = None;
-                    plan.retry = None;
+                    plan.schedule.give_up();
                     self.status.update(|state| state.wanted = None);
                     let text = "the repository has no commit that the revision names: nothing is changed";
                     self.status.phase("failed", text);
@@ -368,25 +306,19 @@ impl Task {
         self.status.update(|state| state.message = format!("repository cannot be read: {code} for {passed}"));
     }
 
-    /// Returns the time between two checks for drift.
-    fn check(&self) -> Duration {
-        self.spec.bounds.check.unwrap_or(self.context.timing.check)
+    /// Returns how often something is done unasked.
+    fn period(&self) -> Period {
+        let Timing { check, full, .. } = self.context.timing;
+        Period { check: self.spec.bounds.check.unwrap_or(check), full }
     }
 
     /// Does what is due.
     async fn due(&mut self, opened: &Opened, plan: &mut Plan, follow: &mut dyn FollowedHead) {
-        let now = Instant::now();
-        let is_due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-        if is_due(plan.retry) || is_due(plan.full) {
-            if is_due(plan.full) {
-                plan.full = Some(now + varied(self.context.timing.full));
-            }
-            plan.retry = None;
+        if plan.schedule.due(&self.period()) == Due::Sync {
             // The result is in the status.
             let _ = self.sync(opened, plan, follow, Scope::All, PruneWhen::Current).await;
             return;
         }
-        plan.check = Some(now + varied(self.check()));
         if plan.memory.is_empty() {
             return;
         }
@@ -441,7 +373,7 @@ impl Task {
             Ok(loaded) => loaded,
             Err(LoadError::Flawed(text)) => {
                 plan.flawed = Some(head);
-                plan.retry = None;
+                plan.schedule.give_up();
                 let text = cut(text);
                 self.status.phase("failed", text.clone());
                 tracing::info!(
@@ -453,19 +385,17 @@ impl Task {
                 );
                 return Err(text);
             }
-            Err(LoadError::Gone) if plan.moves < MOVES => {
-                plan.moves += 1;
+            Err(LoadError::Gone) if plan.schedule.moved() => {
                 follow.outdated();
                 return Err(format!("commit {commit} is gone: the head is asked for again"));
             }
             Err(LoadError::Gone) => {
-                plan.failed();
                 let text = format!("commit {commit} does not exist any more");
                 self.status.phase("failed", text.clone());
                 return Err(text);
             }
             Err(LoadError::Unavailable(text)) => {
-                plan.failed();
+                plan.schedule.failed();
                 let text = format!("repository cannot be read: {text}");
                 self.status.phase("failed", text.clone());
                 return Err(text);
@@ -477,7 +407,7 @@ impl Task {
         let own = entry.project.default_inventory_id();
         let inventory = loaded.set.inventory_id().unwrap_or(&own);
         if let Err(other) = self.claims.claim(name, inventory) {
-            plan.failed();
+            plan.schedule.failed();
             let text = format!(
                 "the inventory {inventory} is that of the manifest project {other}, too, and the two would delete \
                  each other's objects: choose another id in the inventory template, or name the project once"
@@ -492,8 +422,7 @@ impl Task {
             && applied == commit.to_string()
         {
             // All of it was applied before. After a restart of kas, not all projects begin at once.
-            let pause = self.context.timing.first.mul_f64(rand::random());
-            plan.retry = Some(Instant::now() + pause);
+            plan.schedule.sync_after(self.context.timing.first.mul_f64(rand::random()));
             plan.good = Some(commit);
             self.status.update(|state| state.applied = Some(applied));
             self.status
@@ -559,8 +488,16 @@ impl Task {
         if let Some(inventory) = &report.inventory
             && project.dry_run == gitops::DryRun::None
         {
-            for event in events_of(&report, &commit, &text) {
-                plan.events.write(&**api, inventory, &event).await;
+            for event in report.events(&commit.to_string(), &text) {
+                let time = timestamp(process::clock::wall());
+                if let Err(error) = plan.events.write(&**api, inventory, &event, &time).await {
+                    tracing::info!(
+                        namespace = inventory.namespace,
+                        inventory = inventory.name,
+                        error,
+                        "an Event about the inventory cannot be written"
+                    );
+                }
             }
         }
         match report.outcome {
@@ -579,10 +516,8 @@ impl Task {
         commit: Commit,
         is_all: bool,
     ) -> String {
-        let now = Instant::now();
-        let timing = &self.context.timing;
-        let text = message(report);
-        let pruned = report.objects.iter().filter(|object| object.action == Action::Pruned).count();
+        let text = report.message();
+        let pruned = report.pruned();
         self.context.metrics.synced(report.outcome.as_str(), report.took.as_secs_f64(), pruned);
         // What was said about a flawed head stays.
         let shown = if plan.is_flawed() { self.status.get(false).message } else { text.clone() };
@@ -590,17 +525,12 @@ impl Task {
         if plan.is_flawed() {
             self.status.update(|state| state.phase = "failed");
         }
-        plan.check = Some(now + varied(self.check()));
-        if report.outcome != Outcome::Fenced {
-            plan.fenced = 0;
+        if plan.schedule.ended(&report.outcome, is_all, &self.period()) {
+            follow.outdated();
         }
         match &report.outcome {
             Outcome::Synced => {
-                (plan.failures, plan.moves, plan.retry) = (0, 0, None);
                 plan.good = Some(commit);
-                if is_all {
-                    plan.full = Some(now + varied(timing.full));
-                }
                 // A dry run has applied nothing.
                 if opened.entry.project.dry_run == gitops::DryRun::None {
                     self.status.update(|state| {
@@ -609,23 +539,9 @@ impl Task {
                     });
                 }
             }
-            Outcome::Degraded | Outcome::Incomplete => {
-                plan.good = Some(commit);
-                plan.moves = 0;
-                plan.failed();
-            }
-            Outcome::Refused(_) | Outcome::Interrupted(_) => plan.failed(),
-            Outcome::Fenced => plan.fenced(),
-            Outcome::HeadMoved(_) if plan.moves < MOVES => {
-                plan.moves += 1;
-                follow.outdated();
-            }
-            Outcome::HeadMoved(_) => {
-                plan.moves = 0;
-                plan.failed();
-            }
+            Outcome::Degraded | Outcome::Incomplete => plan.good = Some(commit),
             Outcome::Stopped(Stop::NewCommit) => follow.forget(),
-            Outcome::Stopped(Stop::NotHome | Stop::Cancelled) => plan.failed(),
+            _ => {}
         }
         tracing::info!(
             agent.id = self.spec.agent.id.get(),
@@ -642,146 +558,8 @@ impl Task {
     }
 }
 
-/// Returns what a report says, for people.
-pub(crate) fn message(report: &Report) -> String {
-    let mut parts = Vec::new();
-    match &report.outcome {
-        Outcome::Synced => {}
-        Outcome::Degraded | Outcome::Incomplete => {
-            let wrong: Vec<&gitops::ObjectReport> =
-                report.objects.iter().filter(|object| is_wrong(object)).collect();
-            for object in wrong.iter().take(NAMED) {
-                let why = if object.message.is_empty() { object.health.as_str() } else { &object.message };
-                parts.push(format!("{}: {why}", object.id));
-            }
-            if wrong.len() > NAMED {
-                parts.push(format!("and {} more", wrong.len() - NAMED));
-            }
-            if wrong.is_empty() {
-                parts.push(report.outcome.to_string());
-            }
-        }
-        other => parts.push(other.to_string()),
-    }
-    if report.to_prune > 0 {
-        parts.push(format!("{} objects wait to be pruned", report.to_prune));
-    }
-    cut(parts.join("; "))
-}
-
-fn is_wrong(object: &gitops::ObjectReport) -> bool {
-    object.action == Action::Failed
-        || object.file.is_some() && !matches!(object.health, Health::Current | Health::Unknown)
-}
-
-/// Cuts a text for people.
-pub(crate) fn cut(mut text: String) -> String {
-    if text.len() > LONGEST {
-        let end = (0..=LONGEST).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
-    }
-    text
-}
-
-/// Returns the Events of a report.
-fn events_of(report: &Report, commit: &Commit, text: &str) -> Vec<Event> {
-    let digits = commit.to_string();
-    let short = digits.get(..8).unwrap_or(&digits);
-    let mut events = Vec::new();
-    let pruned: BTreeSet<&ObjectId> = report
-        .objects
-        .iter()
-        .filter(|object| object.action == Action::Pruned)
-        .map(|object| &object.id)
-        .collect();
-    if !pruned.is_empty() {
-        let named: Vec<String> = pruned.iter().take(NAMED).map(ToString::to_string).collect();
-        let more = pruned.len().saturating_sub(NAMED);
-        let rest = if more == 0 { String::new() } else { format!(" and {more} more") };
-        let message = format!("commit {short}: deleted {}{rest}", named.join(", "));
-        events.push(Event { reason: "Pruned", message, warning: false });
-    }
-    let (reason, warning) = match report.outcome {
-        Outcome::Synced => ("Synced", false),
-        Outcome::Degraded => ("Degraded", true),
-        Outcome::Incomplete | Outcome::Refused(_) | Outcome::Interrupted(_) => ("Failed", true),
-        Outcome::Fenced | Outcome::HeadMoved(_) | Outcome::Stopped(_) => return events,
-    };
-    let message = match text {
-        "" => format!("commit {short}: {} objects", report.objects.len()),
-        text => format!("commit {short}: {text}"),
-    };
-    events.push(Event { reason, message, warning });
-    events
-}
-
-#[cfg(test)]
-mod tests {
-    use gitops::ObjectReport;
-
-    use super::*;
-
-    fn report(outcome: Outcome, objects: &[(&str, Action, Health, &str)], to_prune: usize) -> Report {
-        let objects = objects
-            .iter()
-            .map(|(name, action, health, message)| ObjectReport {
-                id: ObjectId::new("", "ConfigMap", "shop", name),
-                action: *action,
-                health: *health,
-                message: (*message).to_owned(),
-                file: Some(("a.yaml".into(), 1)),
-            })
-            .collect();
-        Report {
-            commit: "c".into(),
-            outcome,
-            objects,
-            to_prune,
-            warnings: Vec::new(),
-            inventory: None,
-            took: Duration::ZERO,
-        }
-    }
-
-    #[test]
-    fn messages_name_what_is_wrong() {
-        let wrong = ("a", Action::Failed, Health::Unknown, "no");
-        let good = ("b", Action::Unchanged, Health::Current, "");
-        let slow = ("c", Action::Changed, Health::InProgress, "");
-        assert_eq!(message(&report(Outcome::Synced, &[good], 0)), "");
-        assert_eq!(message(&report(Outcome::Synced, &[good], 2)), "2 objects wait to be pruned");
-        assert_eq!(
-            message(&report(Outcome::Incomplete, &[wrong, good, slow], 1)),
-            "ConfigMap shop/a: no; ConfigMap shop/c: in progress; 1 objects wait to be pruned"
-        );
-        let many = message(&report(Outcome::Incomplete, &[wrong; 9], 0));
-        assert!(many.ends_with("; and 6 more"), "{many}");
-        assert_eq!(message(&report(Outcome::Refused("no set".into()), &[], 0)), "no set");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn another_planner_is_given_more_time_each_time_it_is_noticed() {
-        let mut plan = Plan::new();
-        let begun = Instant::now();
-        for expected in [1, 2, 4, 8, 16, 30, 30] {
-            plan.fenced();
-            let pause = plan.retry.unwrap().duration_since(begun).as_secs_f64();
-            assert!((expected as f64..=1.5 * expected as f64).contains(&pause), "{pause} for {expected}");
-        }
-    }
-
-    #[test]
-    fn pauses_grow_to_five_minutes() {
-        let mut plan = Plan::new();
-        let begun = Instant::now();
-        let pauses: Vec<u64> = (0..7)
-            .map(|_| {
-                plan.failed();
-                plan.retry.unwrap().duration_since(begun).as_secs()
-            })
-            .collect();
-        for (pause, expected) in pauses.iter().zip([10, 20, 40, 60, 300, 300, 300]) {
-            assert!((expected * 8 / 10..=expected * 12 / 10).contains(pause), "{pauses:?}");
-        }
-    }
+/// Returns a time as in RFC 3339, in seconds.
+fn timestamp(since_epoch: Duration) -> String {
+    let seconds = i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX);
+    prost_types::Timestamp { seconds, nanos: 0 }.to_string()
 }

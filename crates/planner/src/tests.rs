@@ -30,7 +30,7 @@ use crate::{
 };
 
 const PROJECT: &str = "group/manifests";
-/// Far more than a machine needs that compiles at the same time.
+/// Longer than all attempts of a call, and than a machine needs that compiles at the same time.
 const SOON: Duration = Duration::from_secs(60);
 
 fn agent() -> AgentId {
@@ -217,7 +217,7 @@ fn folder(files: &[(&str, &str)]) -> TempDir {
 
 const GOOD: &str = "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: a\n";
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn files_that_cannot_be_decoded_cause_no_call_and_are_named() {
     let dir = folder(&[("a.yaml", GOOD), ("b.yaml", "kind: [x")]);
     let it = start(Some(dir.path().to_owned()), "v0.1.0");
@@ -243,7 +243,7 @@ async fn a_repository_that_the_agent_may_not_read_is_said_to_be_one() {
     assert_eq!((failed.message.as_str(), it.calls()), ("not yours", 0));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_permission_that_ends_stops_the_planner() {
     let dir = folder(&[("a.yaml", GOOD)]);
     let it = start(Some(dir.path().to_owned()), "v0.1.0");
@@ -262,12 +262,12 @@ async fn a_permission_that_ends_stops_the_planner() {
     it.until(|project| project.message.contains("no agent is connected")).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn what_the_configuration_names_decides_what_may_be_asked_for() {
     let dir = folder(&[("a.yaml", GOOD)]);
     let it = start(Some(dir.path().to_owned()), "v0.1.0");
     it.until(|project| project.phase == "failed").await;
-    let destroyed = it.planners.destroy(agent(), PROJECT, "default").await;
+    let destroyed = it.planners.destroy(agent(), PROJECT, "default", false).await;
     assert!(matches!(&destroyed, Err(ControlError::Wrong(why)) if why.contains("names")), "{destroyed:?}");
     let other = it.planners.control(agent(), "other", Control::Sync).await;
     assert!(matches!(&other, Err(ControlError::Wrong(_))), "{other:?}");

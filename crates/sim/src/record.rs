@@ -210,7 +210,14 @@ impl Recorder {
 
     pub(crate) fn born(&self, replica: &str, epoch: u64) {
         let from = self.now();
-        let life = Life { replica: replica.to_owned(), epoch: Some(epoch), from, to: None, killed: false };
+        let life = Life {
+            replica: replica.to_owned(),
+            epoch: Some(epoch),
+            later: Vec::new(),
+            from,
+            to: None,
+            killed: false,
+        };
         self.edit(|history| history.lives.push(life));
     }
 

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     io::Write as _,
     ops::RangeInclusive,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     sync::{
         Mutex,
@@ -17,6 +17,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Parser, ValueEnum as _};
 use history::{Micros, SECOND};
+use serde::Serialize;
 use tokio::time::Instant;
 
 use crate::{
@@ -65,6 +66,9 @@ pub(crate) struct Cli {
     /// Print what happens, and the log; RUST_LOG sets its level
     #[arg(long)]
     trace: bool,
+    /// Keep the sums and the seeds that failed in this folder, for the report of `cargo xtask chaos`
+    #[arg(long, value_name = "DIR")]
+    report: Option<PathBuf>,
     /// Write the history of the seed to this file, as lines of JSON
     #[arg(long)]
     history: Option<PathBuf>,
@@ -203,6 +207,54 @@ fn words(counts: &BTreeMap<String, u64>) -> String {
     words.join(", ")
 }
 
+/// What is kept of a run of many seeds. The program `chaos` reads it.
+#[derive(Debug, Serialize)]
+struct Kept<'a> {
+    /// Seconds since 1970: only shown, and for the order of runs.
+    started: u64,
+    commit: &'a str,
+    command: String,
+    seeds: usize,
+    failed: Vec<u64>,
+    /// Simulated seconds.
+    simulated: u64,
+    faults: u64,
+    requests: u64,
+    /// Of real time.
+    seconds: u64,
+}
+
+impl Kept<'_> {
+    fn save(&self, folder: &Path) -> Result<()> {
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let path = folder.join(format!("simulation-{}.json", self.started));
+        std::fs::write(&path, serde_json::to_vec_pretty(self)?)
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// The command that was given, without where its result is kept.
+fn command(cli: &Cli) -> String {
+    let mut words = vec!["cargo xtask sim".to_owned(), format!("--seeds {}", cli.seeds)];
+    let default = Cli::parse_from(["sim"]);
+    let mut differs = |name: &str, value: String, usual: String| {
+        if value != usual {
+            words.push(format!("--{name} {value}"));
+        }
+    };
+    let range = |range: &RangeInclusive<u64>| match (range.start(), range.end()) {
+        (from, to) if from == to => from.to_string(),
+        (from, to) => format!("{from}-{to}"),
+    };
+    differs("seed", cli.seed.to_string(), default.seed.to_string());
+    differs("replicas", range(&cli.replicas), range(&default.replicas));
+    differs("agents", range(&cli.agents), range(&default.agents));
+    differs("minutes", cli.minutes.to_string(), default.minutes.to_string());
+    differs("rate", cli.rate.to_string(), default.rate.to_string());
+    differs("within", cli.within.to_string(), default.within.to_string());
+    words.join(" ")
+}
+
 /// Prints the sums and the seeds that failed.
 fn report(cli: &Cli, summaries: &[(u64, Result<Summary>)], took: Duration) -> Result<ExitCode> {
     let mut sums = Summary::default();
@@ -272,8 +324,37 @@ fn report(cli: &Cli, summaries: &[(u64, Result<Summary>)], took: Duration) -> Re
         took.as_secs_f64(),
         summaries.len() as f64 / took.as_secs_f64().max(0.001),
     )?;
+    if let Some(folder) = &cli.report {
+        // Shown to people; nothing is decided by it.
+        let started = process::clock::wall().saturating_sub(took).as_secs();
+        let kept = Kept {
+            started,
+            commit: process::version::COMMIT,
+            command: command(cli),
+            seeds: summaries.len(),
+            failed: failed.iter().map(|(seed, _)| *seed).collect(),
+            simulated: sums.micros / SECOND,
+            faults,
+            requests,
+            seconds: took.as_secs(),
+        };
+        kept.save(folder)?;
+    }
     if failed.is_empty() && (sums.micros == 0 || faults == 0 || requests == 0) {
         bail!("nothing was simulated: the time, the faults or the requests are 0");
     }
     Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_names_what_differs_from_the_defaults() {
+        let cli = |arguments: &[&str]| Cli::parse_from([&["sim"][..], arguments].concat());
+        assert_eq!(command(&cli(&[])), "cargo xtask sim --seeds 1");
+        let arguments = ["--seeds", "100", "--replicas", "7", "--agents", "100-200", "--report", "x"];
+        assert_eq!(command(&cli(&arguments)), "cargo xtask sim --seeds 100 --replicas 7 --agents 100-200");
+    }
 }

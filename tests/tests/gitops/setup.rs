@@ -178,8 +178,18 @@ impl Repository {
 impl Repository {
     /// Checks every deletion of every planner against the audit log. `inventory` is the id.
     pub(crate) fn deletions(&self, kubernetes: &Kubernetes, inventory: &str) -> Result<Deletions> {
+        self.deletions_by(kubernetes, "kas/gitops", inventory)
+    }
+
+    /// As [`deletions`](Self::deletions), of clients whose `User-Agent` begins with `planner`.
+    pub(crate) fn deletions_by(
+        &self,
+        kubernetes: &Kubernetes,
+        planner: &str,
+        inventory: &str,
+    ) -> Result<Deletions> {
         let log = std::fs::read_to_string(kubernetes.audit_log()).context("no audit log")?;
-        Ok(deletions::check(&log, "kas/gitops", inventory, &self.heads.lock()))
+        Ok(deletions::check(&log, planner, inventory, &self.heads.lock()))
     }
 }
 

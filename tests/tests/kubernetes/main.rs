@@ -21,4 +21,5 @@ mod restart;
 mod setup;
 mod terminal;
 mod upgrades;
+mod views;
 mod writes;

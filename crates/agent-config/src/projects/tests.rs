@@ -170,6 +170,51 @@ async fn kas_yaml_is_read_at_the_same_commit_and_the_last_good_one_stays() {
     s.told();
     next(&mut one).await.unwrap();
     assert_eq!(environments(1), (vec!["review/*".to_owned()], None));
+
+    // A key that names no project of the configuration is told, and is no error.
+    let warning = || s.configs.kas_yaml(&agent(1)).unwrap().warning;
+    assert_eq!(warning(), None);
+    let as_x = "{as: system:serviceaccount:shop:x}";
+    kas_yaml(&format!("gitops: {{projects: {{group/a: {as_x}, group/b: {as_x}}}}}"));
+    s.push(&[("a1", "gitops: {manifest_projects: [{id: group/a}]}")]);
+    s.told();
+    next(&mut one).await.unwrap();
+    let said = warning().unwrap();
+    assert!(said.starts_with("gitops.projects.group/b: no manifest project"), "{said}");
+    s.push(&[("a1", "gitops: {manifest_projects: [{id: group/a}, {id: group/b}]}")]);
+    s.told();
+    next(&mut one).await.unwrap();
+    assert_eq!(warning(), None);
+}
+
+#[tokio::test]
+async fn an_agent_gets_its_configuration_again_when_somebody_else_is_to_apply() {
+    let s = Setup::new();
+    let commit = s.push(&[("a1", "gitops: {manifest_projects: [{id: group/a}]}"), ("a2", "")]);
+    let subscribe = |id, commit: &str, shown| {
+        let agent = Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 7 };
+        ConfigBody::new(s.configs.subscribe(&Arc::new(agent), commit, shown), ())
+    };
+    let mut stream = subscribe(1, "", Shown::WithoutGitops);
+    let cut = next(&mut stream).await.unwrap();
+    assert!(cut.configuration.unwrap().gitops.is_none());
+    assert!(cut.commit_id.starts_with(&commit), "{}", cut.commit_id);
+    // kas is started again with another applier.
+    let whole = next(&mut subscribe(1, &cut.commit_id, Shown::All)).await.unwrap();
+    assert!(whole.configuration.unwrap().gitops.is_some());
+    assert_eq!(whole.commit_id, commit);
+    let again = next(&mut subscribe(1, &commit, Shown::WithoutGitops)).await.unwrap();
+    assert_eq!(again.commit_id, cut.commit_id);
+    // Nothing is sent to those that have it, or where it makes no difference.
+    next(&mut subscribe(2, "", Shown::WithoutGitops)).await.unwrap();
+    let mut same = subscribe(1, &cut.commit_id, Shown::WithoutGitops);
+    let mut other = subscribe(2, &commit, Shown::WithoutGitops);
+    s.push(&[("a2", "observability: {logging: {level: debug}}")]);
+    s.told();
+    let next_same = next(&mut same).await.unwrap();
+    let next_other = next(&mut other).await.unwrap();
+    assert_ne!(next_same.commit_id, cut.commit_id);
+    assert!(next_other.configuration.unwrap().observability.is_some());
 }
 
 #[tokio::test]

@@ -169,6 +169,11 @@ impl ApiServer {
         &self.inner.target
     }
 
+    /// Returns the namespace of agentk's own objects: of the pod, or of the kubeconfig.
+    pub fn namespace(&self) -> &str {
+        &self.inner.namespace
+    }
+
     /// Returns a client for the parts of agentk that use Kubernetes themselves. It shares the connections.
     ///
     /// Must be called within a runtime: the client spawns a task.

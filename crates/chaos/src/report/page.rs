@@ -8,6 +8,7 @@ use super::{
     number,
     result::{FAILS, Quantity, RunResult},
     short,
+    slow::{self, Simulated},
 };
 use crate::table::{ALL, Scenario};
 
@@ -30,6 +31,9 @@ the period that a row names for agents.
 `cargo xtask chaos --scenario S02 --seed N` repeats a run: the choices of the nemesis are the same, not the
 scheduling of processes.
 ";
+
+/// The faults of the product that runs have found.
+const FOUND: &str = include_str!("found.md");
 
 /// Runs of one scenario in one form, of the commit that ran last, and those of earlier commits.
 struct Row<'a> {
@@ -79,7 +83,7 @@ fn rows<'a>(id: &str, results: &'a [RunResult]) -> BTreeMap<&'a str, Row<'a>> {
 }
 
 /// Returns the page, and the pictures that it shows: the file of each result, and the name of its picture.
-pub(super) fn page(results: &[RunResult]) -> (String, Vec<(String, String)>) {
+pub(super) fn page(results: &[RunResult], simulated: &[Simulated]) -> (String, Vec<(String, String)>) {
     let mut out = String::from(HEAD);
     machines(&mut out, results);
     let mut shown = Vec::new();
@@ -92,6 +96,8 @@ pub(super) fn page(results: &[RunResult]) -> (String, Vec<(String, String)>) {
     }
     targets(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
     invariants(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
+    slow::section(&mut out, results, simulated);
+    let _ = writeln!(out, "\n{}", FOUND.trim_end());
     for (scenario, rows) in &all {
         if !rows.is_empty() {
             section(&mut out, scenario, rows, &mut shown);
@@ -109,7 +115,13 @@ fn machines(out: &mut String, results: &[RunResult]) {
     let machines: Vec<String> =
         machines.iter().map(|(machine, runs)| format!("{machine} ({runs} runs)")).collect();
     let debug = results.iter().filter(|result| result.form.contains("debug build")).count();
-    let _ = writeln!(out, "\n{} runs; machines: {}.", results.len(), machines.join("; "));
+    let _ = writeln!(
+        out,
+        "\n{} runs, {} of them with release programs; machines: {}.",
+        results.len(),
+        results.len() - debug,
+        machines.join("; ")
+    );
     if debug > 0 {
         let _ = writeln!(
             out,
@@ -314,7 +326,7 @@ fn struck(result: &RunResult) -> String {
 }
 
 /// The day of a moment in seconds since 1970, in UTC.
-fn date(seconds: u64) -> String {
+pub(super) fn date(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(0);
     let text = prost_types::Timestamp { seconds, nanos: 0 }.to_string();
     text.split('T').next().unwrap_or_default().to_owned()
@@ -341,7 +353,7 @@ mod tests {
             result("S02", "quick", "a", &["T_kill is 600, the gate is 500"]),
             result("S02", "quick", "a", &[]),
         ];
-        let (text, _) = page(&results);
+        let (text, _) = page(&results, &[]);
         assert!(text.contains("[**FAILS**](#s02) (quick, 1 of 2)"), "{text}");
         assert!(text.contains("**Fails**, seed 0: T_kill is 600"), "{text}");
         assert!(text.contains("| S01 |") && text.contains("was not run"), "{text}");
@@ -370,7 +382,7 @@ mod tests {
             measured("quick", "b", 70.0),
             measured("full", "a", 300.0),
         ];
-        let (text, shown) = page(&results);
+        let (text, shown) = page(&results, &[]);
         assert!(text.contains("| T_kill | 2 | 50 | 70 | 70 ms | 100 | 500 | target |"), "{text}");
         assert!(text.contains("| T_kill | 1 | 300 | 300 | 300 ms | 100 | 500 | gate |"), "{text}");
         assert!(text.contains("| T_kill | S02 | 3 | 70 | 300 |"), "{text}");

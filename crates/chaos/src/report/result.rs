@@ -226,8 +226,13 @@ mod tests {
     use super::*;
     use crate::measure::T_KILL;
 
-    const QUICK: Form =
-        Form { quick: true, tracker: crate::table::Tracker::Gossip, debug: false, no_gates: false };
+    const QUICK: Form = Form {
+        quick: true,
+        tracker: crate::table::Tracker::Gossip,
+        agents: None,
+        debug: false,
+        no_gates: false,
+    };
 
     #[test]
     fn results_accumulate_and_are_read_in_order() {
@@ -249,6 +254,8 @@ mod tests {
         let history = History::default();
         let result = RunResult::of(&history, std::slice::from_ref(&kill), QUICK);
         assert_eq!(result.failures, ["T_kill was not measured"]);
+        let no_gates = RunResult::of(&history, std::slice::from_ref(&kill), Form { no_gates: true, ..QUICK });
+        assert_eq!(no_gates.failures, ["T_kill was not measured"]);
         kill.values = vec![600.0];
         let result = RunResult::of(&history, &[kill.clone()], QUICK);
         assert_eq!(result.failures, ["T_kill is 600, the gate is 500"]);

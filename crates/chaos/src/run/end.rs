@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use history::{History, Metric, Presence, Truth, Version, View};
+use history::{History, Metric, Micros, Presence, SECOND, Truth, Version, View};
 use testkit::caller::Caller;
 use tokio::time::{sleep, timeout};
 
@@ -21,6 +21,10 @@ use crate::{
     sizes::metrics,
     slope::Slope,
 };
+
+/// That an agent has come or left is taken for recorded at most this late. A replica that cannot be asked for
+/// longer is paused or cut off, which the history tells.
+const LATEST: Micros = 15 * SECOND;
 
 /// What a run leaves.
 pub(crate) struct Finished {
@@ -65,6 +69,8 @@ impl Run {
             add(&mut history, &mut names, recorded);
         }
         ensure!(!history.views.is_empty(), "no replica answered");
+        let early = &mut history.header.bounds.early;
+        *early = self.observer.late().clamp(*early, LATEST.max(*early));
         if self.setup.audits {
             self.audited(&names, &mut history)?;
         }

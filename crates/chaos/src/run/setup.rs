@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use anyhow::{Result, ensure};
 use serde_json::json;
 
 use crate::faults::outside::Wanted;
@@ -43,6 +44,22 @@ pub(crate) struct Setup {
     pub(crate) audit_disk: Option<u32>,
     /// What is there beside replicas and agents.
     pub(crate) wanted: Wanted,
+}
+
+impl Setup {
+    /// Sets the number of agents where it can be chosen, and keeps the share of those that are pinned.
+    ///
+    /// # Errors
+    /// For a scenario that has its own number.
+    pub(crate) fn scale(&mut self, id: &str, agents: i64) -> Result<()> {
+        ensure!(
+            matches!(id, "S31" | "S48"),
+            "{id} has its own number of agents; --agents is for S31 and S48"
+        );
+        self.pinned = self.pinned * agents / self.agents;
+        self.agents = agents;
+        Ok(())
+    }
 }
 
 impl Default for Setup {

@@ -3,12 +3,12 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use history::{Effect, Gauge, Kind, Metric, Micros, Outcome, Recovery, Request};
+use history::{Effect, Gauge, Kind, Metric, Micros, Outcome, Request};
 use testkit::{
     caller::Caller,
     kas::{eventually, within},
     mesh::LIST_REPLICAS,
-    process::{Process, Usage},
+    process::Process,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -18,7 +18,12 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{failures::none_fails, process::RATE, time};
+use super::{
+    failures::none_fails,
+    process::RATE,
+    recovery::{recovered, sizes},
+    time,
+};
 use crate::{
     client::Client,
     clock::{self, millis},
@@ -29,50 +34,6 @@ use crate::{
 
 /// Requests that a connection of a client opens at most.
 const STREAMS: usize = 150;
-/// How long sizes may take to return: an allocator gives memory back after a while.
-const RETURN: Duration = Duration::from_secs(40);
-/// Memory and descriptors that come and go in any case: the resolution of a size.
-const SLACK_KIB: f64 = 4096.0;
-const SLACK_FILES: f64 = 8.0;
-
-/// Sizes of the replicas that run.
-pub(super) type Sizes = BTreeMap<usize, Usage>;
-
-pub(super) fn sizes(run: &Run) -> Result<Sizes> {
-    run.mesh.running().into_iter().map(|n| Ok((n, run.mesh.kas(n).process.usage()?))).collect()
-}
-
-/// Compares sizes with those before, when they have returned or had long enough for it. Replicas that were
-/// started since are left out.
-pub(super) async fn recovered(run: &mut Run, before: &Sizes, except: &[usize]) -> Result<()> {
-    let share = run.history.lock().header.bounds.recovery;
-    let end = Instant::now() + RETURN;
-    for (n, before) in before.iter().filter(|(n, _)| !except.contains(n)) {
-        #[expect(clippy::cast_precision_loss, reason = "sizes of a process")]
-        let pairs = |usage: Usage| {
-            [
-                ("memory (KiB)", usage.resident_kib as f64, SLACK_KIB),
-                ("descriptors", usage.files as f64, SLACK_FILES),
-            ]
-        };
-        let first = pairs(*before);
-        let last = loop {
-            let now = pairs(run.mesh.kas(*n).process.usage()?);
-            let back = now.iter().zip(&first).all(|(now, first)| now.1 <= first.1 * (1.0 + share) + first.2);
-            if back || Instant::now() >= end {
-                break now;
-            }
-            sleep(Duration::from_millis(500)).await;
-        };
-        let process = run.name(*n);
-        for ((name, before, slack), (_, after, _)) in first.into_iter().zip(last) {
-            let (process, name) = (process.clone(), name.to_owned());
-            run.history.lock().recoveries.push(Recovery { process, name, before, after, slack });
-        }
-    }
-    Ok(())
-}
-
 /// Records that a metric says what is true, once it does; or that it does not.
 async fn says(run: &Run, n: usize, name: &str, truth: f64) -> Result<()> {
     let end = Instant::now() + Duration::from_secs(10);
@@ -156,21 +117,17 @@ pub(super) async fn waiter_storm(run: &mut Run) -> Result<()> {
     let agent = super::registry::first_absent(run);
     let number = if run.quick { 2_000 } else { 10_000 };
     sleep(Duration::from_secs(2)).await;
-    let before = sizes(run)?;
+    let before = sizes(run).await?;
     let from = clock::now();
     let fault = run.fault(format!("{number} requests wait for an agent that is not there"), Effect::None);
     let storm = Storm::start(run, 0, agent, number, Duration::from_secs(240));
     #[expect(clippy::cast_precision_loss, reason = "thousands")]
     let (all, half) = (number as f64, number as f64 / 2.0);
     waiting(run, 0, all).await?;
-    let most = run.mesh.kas(0).process.usage()?.resident_kib;
-    run.notes.push(format!(
-        "Replica 0 had {most} KiB with {number} waiting requests, {} before.",
-        before[&0].resident_kib
-    ));
+    let (value, was) = (run.size(0).await?.memory, before[&0].memory);
+    run.notes.push(format!("Replica 0 had {value:.0} KiB with {number} waiting requests, {was:.0} before."));
     // What a waiting request may cost, with its HTTP/2 stream: 32 KiB.
-    #[expect(clippy::cast_precision_loss, reason = "sizes of a process")]
-    let (value, cap) = (most as f64, before[&0].resident_kib as f64 + all * 32.0);
+    let cap = was + all * 32.0;
     let gauge = Gauge { at: clock::now(), process: run.name(0), name: "memory (KiB)".to_owned(), value, cap };
     run.history.lock().gauges.push(gauge);
     run.say("half of them are cancelled");
@@ -213,7 +170,7 @@ pub(super) async fn slow_readers(run: &mut Run) -> Result<()> {
     let (clients, lasting) = (60_usize, time(run, 10, 60));
     run.load(RATE, 6, 3);
     sleep(Duration::from_secs(4)).await;
-    let before = sizes(run)?;
+    let before = sizes(run).await?;
     let what =
         format!("{clients} clients follow logs without an end: half read 64 bytes a second, half nothing");
     let fault = run.fault(what, Effect::None);
@@ -225,25 +182,26 @@ pub(super) async fn slow_readers(run: &mut Run) -> Result<()> {
     let from = clock::now();
     let end = Instant::now() + lasting;
     let (mut read, mut buffer) = (0, [0; 64]);
-    let mut most = before.clone();
+    let mut most: BTreeMap<usize, u64> = BTreeMap::new();
     while Instant::now() < end {
         sleep(Duration::from_secs(1)).await;
         for stream in streams.iter_mut().step_by(2) {
             read += stream.read(&mut buffer).await.context("a slow reader was cut")?;
         }
-        for (n, now) in sizes(run)? {
-            let most = most.entry(n).or_insert(now);
-            most.resident_kib = most.resident_kib.max(now.resident_kib);
+        for n in run.mesh.running() {
+            let now = run.mesh.kas(n).process.usage()?.resident_kib;
+            let most = most.entry(n).or_default();
+            *most = now.max(*most);
         }
     }
     let to = clock::now();
     ensure!(read > 0, "nothing was read");
     for (n, now) in most {
         #[expect(clippy::cast_precision_loss, reason = "sizes of a process")]
-        let (was, value) = (before[&n].resident_kib as f64, now.resident_kib as f64);
+        let (was, value) = (before[&n].memory, now as f64);
         // Each passes at most two replicas, with windows of HTTP/2 and buffers: less than 512 KiB.
         let cap = was + clients as f64 * 512.0;
-        run.notes.push(format!("Replica {n}: {was} KiB before, at most {value} KiB."));
+        run.notes.push(format!("Replica {n}: {was:.0} KiB before, at most {value:.0} KiB."));
         let gauge = Gauge { at: to, process: run.name(n), name: "memory (KiB)".to_owned(), value, cap };
         run.history.lock().gauges.push(gauge);
     }
@@ -263,8 +221,8 @@ const CONNECTIONS: usize = 200;
 
 /// No descriptors: clients with a connection are served, and no others.
 async fn descriptors(run: &mut Run, n: usize) -> Result<(Micros, Micros)> {
-    let before = sizes(run)?;
-    let files = u64::try_from(before[&n].files)?;
+    let before = sizes(run).await?;
+    let files = run.mesh.kas(n).process.usage()?.files as u64;
     let refused = "kas_refusals_total{listener=\"Agent\",reason=\"Accept\"}";
     let had = run.mesh.kas(n).metric(refused).await?;
     let probe = Caller::connect(run.mesh.api(n), Some(run.client.token())).await?;
@@ -309,7 +267,7 @@ pub(super) const WAITERS: u32 = 1_000;
 /// Little memory: what would need more is refused in words. Without any, the process is killed, and another
 /// one takes its place.
 async fn memory(run: &mut Run, n: usize) -> Result<(Micros, Micros)> {
-    let before = sizes(run)?;
+    let before = sizes(run).await?;
     let agent = super::registry::first_absent(run);
     let fault = run.fault(format!("replica {n} may have 64 MiB more"), Effect::None);
     let group = Group::memory(&run.mesh.kas(n).process, 64 << 20)?;
@@ -324,10 +282,17 @@ async fn memory(run: &mut Run, n: usize) -> Result<(Micros, Micros)> {
     let counts = storm.ended(run).await?;
     let to = clock::now();
     let words = format!("of {} requests with a limit of {WAITERS}: {counts:?}", 2 * WAITERS);
-    ensure!(count(&counts, Outcome::Refused) > 0, "none was refused: {words}");
+    // The refusal says, too, that nothing was started.
+    let refused = {
+        let history = run.history.lock();
+        let of = history.requests.iter().filter(|request| request.agent == agent);
+        of.filter(|request| request.detail.starts_with("RESOURCE_EXHAUSTED")).count()
+    };
+    ensure!(refused > 0, "none was refused: {words}");
+    let told = count(&counts, Outcome::Refused) + count(&counts, Outcome::NotStarted);
     ensure!(
-        count(&counts, Outcome::Unknown) + count(&counts, Outcome::NotStarted) == 0,
-        "not in words: {words}"
+        count(&counts, Outcome::Unknown) == 0 && told as usize == refused,
+        "{refused} were refused in words: {words}"
     );
     let (most, met) = (group.most()? >> 10, group.struck()?);
     run.notes.push(format!(
@@ -481,7 +446,7 @@ fn p99(run: &Run, (from, to): (Micros, Micros)) -> Result<f64> {
 pub(super) async fn abused(run: &mut Run) -> Result<()> {
     run.load(RATE / 2, 4, 2);
     sleep(Duration::from_secs(4)).await;
-    let before = sizes(run)?;
+    let before = sizes(run).await?;
     let quiet = clock::now();
     sleep(time(run, 8, 20)).await;
     let from = clock::now();

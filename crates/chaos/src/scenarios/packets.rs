@@ -11,7 +11,7 @@ use rand::{Rng as _, RngExt as _};
 use testkit::network::{Cut, OUTSIDE, Traffic};
 use tokio::time::{Instant, sleep};
 
-use super::{failures::none_fails, network::everywhere, process::RATE, registry, time};
+use super::{failures::none_fails, network::everywhere, process::RATE, recovery, registry, time};
 use crate::{
     clock,
     faults::packets::{Packets, Rules, Shape, Slow, enter, raw_socket, send_raw},
@@ -171,7 +171,7 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     let others: Vec<usize> = (0..slow).collect();
     run.load_through(slow, RATE / 2);
     sleep(Duration::from_secs(3)).await;
-    let before = super::limits::sizes(run)?;
+    let before = recovery::sizes(run).await?;
     let pairs = others.iter().map(|other| (run.name(*other), run.name(slow))).collect();
     let fault = run.fault(format!("replica {slow} hears 1 KB/s of TCP from the others"), Effect::Cut(pairs));
     let link = Slow::towards(run.mesh.network(), slow, &others, 8)?;
@@ -191,7 +191,7 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     run.heals(&T_HEAL).await?;
     run.unload().await;
     none_fails(run, "beside a slow replica", (from, to))?;
-    super::limits::recovered(run, &before, &[]).await
+    recovery::recovered(run, &before, &[]).await
 }
 
 pub(super) async fn one_way(run: &mut Run) -> Result<()> {
@@ -278,7 +278,7 @@ pub(super) async fn poisoned(run: &mut Run) -> Result<()> {
     let recording = Packets::start(run.mesh.network(), &all, shape, seed).await?;
     let kept = recording.kept();
     sleep(Duration::from_secs(4)).await;
-    let before = super::limits::sizes(run)?;
+    let before = recovery::sizes(run).await?;
     let had = dropped(run).await?;
     let from = clock::now();
     let fault = run.fault("forged, changed and old datagrams to every replica", Effect::None);
@@ -316,5 +316,5 @@ pub(super) async fn poisoned(run: &mut Run) -> Result<()> {
     let now = dropped(run).await?;
     run.notes.push(format!("{sent} datagrams were sent; replicas count {now} that they dropped."));
     run.unload().await;
-    super::limits::recovered(run, &before, &[n]).await.context("after the datagrams")
+    recovery::recovered(run, &before, &[n]).await.context("after the datagrams")
 }

@@ -8,7 +8,7 @@ use rand::RngExt as _;
 use testkit::process::Process;
 use tokio::time::{Instant, sleep};
 
-use super::{kills, time};
+use super::{kills, recovery, time};
 use crate::{
     clock,
     measure::{
@@ -119,12 +119,21 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
     sleep(Duration::from_secs(2)).await;
     let deaths = run.false_deaths(at, clock::now(), &ALL);
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
-    for seconds in if run.quick { &[5][..] } else { &[5, 60][..] } {
+    // What piles up in a pause has been needed once before sizes are compared.
+    let mut before = None;
+    for seconds in if run.quick { &[5][..] } else { &[5, 5, 60][..] } {
         let resumed = run.pause(n, Duration::from_secs(*seconds)).await;
         run.seen_by_others(run.learns(&T_RESUME, &T_RESUME_REDIS), n, resumed, Way::Trusted, true).await?;
-        sleep(Duration::from_secs(2)).await;
+        sleep(time(run, 2, 10)).await;
+        if !run.quick && before.is_none() {
+            before = Some(recovery::sizes(run).await?);
+        }
     }
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    match before {
+        Some(before) => recovery::recovered(run, &before, &[]).await,
+        None => Ok(()),
+    }
 }
 
 pub(super) async fn one_by_one(run: &mut Run) -> Result<()> {

@@ -144,7 +144,8 @@ pub(super) async fn storm(run: &mut Run) -> Result<()> {
     let survivor = 0;
     let before = run.size(survivor).await?;
     let n = run.rng.random_range(1..run.setup.replicas);
-    let (only, _) = run.held_by(n);
+    // Each agent has one connection.
+    let only = run.holds(n).await?;
     let all: BTreeSet<i64> = (1..=run.setup.agents).collect();
     let at = run.kill(n).await?;
     let asking = run.first_answers(&only, n, at);

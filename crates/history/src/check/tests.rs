@@ -49,7 +49,7 @@ fn set(names: &[&str]) -> BTreeSet<String> {
 }
 
 fn life(replica: &str, epoch: u64, from: Micros, to: Option<Micros>) -> Life {
-    Life { replica: replica.to_owned(), epoch: Some(epoch), from, to, killed: true }
+    Life { replica: replica.to_owned(), epoch: Some(epoch), later: Vec::new(), from, to, killed: true }
 }
 
 fn presence(agent: i64, replica: &str, from: Micros, to: Option<Micros>) -> Presence {
@@ -188,6 +188,13 @@ fn i5_an_epoch_that_no_process_had_is_forged() {
     holds(&history, Invariant::I5);
     history.views[0].live.insert("b".to_owned(), Version { epoch: Some(u64::MAX), version: Some(5) });
     breaks(&history, Invariant::I5, "a saw epoch 18446744073709551615 of b, and no process ever had it");
+    // One that its process took later, when others knew a higher one.
+    history.lives[0].later = vec![7];
+    history.views[0].live.insert("b".to_owned(), Version { epoch: Some(7), version: Some(5) });
+    holds(&history, Invariant::I5);
+    history.lives[0].to = Some(S);
+    history.views[0].until = 14 * S;
+    breaks(&history, Invariant::I8, "a takes b for alive 2.000 s after its process ended");
 }
 
 fn bytes(count: u64, hash: u64, clean: bool) -> Option<Bytes> {

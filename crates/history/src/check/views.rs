@@ -58,7 +58,7 @@ fn versions(views: &[&View], lives: &BTreeMap<&str, Vec<&Life>>, checker: &mut C
             if let Some(lives) =
                 lives.get(owner.as_str()).filter(|l| l.iter().all(|life| life.epoch.is_some()))
             {
-                let known = lives.iter().any(|life| life.epoch == Some(epoch));
+                let known = lives.iter().any(|life| life.had(epoch));
                 let breach = (!known)
                     .then(|| format!("{observer} saw epoch {epoch} of {owner}, and no process ever had it"));
                 checker.check(Invariant::I5, Some(view.at), breach);
@@ -224,8 +224,7 @@ fn dead_processes(
     for (owner, version) in &view.live {
         let Some(lives) = lives.get(owner.as_str()) else { continue };
         // Which process is meant is known only with its epoch.
-        let of =
-            |life: &&&Life| version.epoch.is_none() || life.epoch.is_none() || life.epoch == version.epoch;
+        let of = |life: &&&Life| life.epoch.is_none() || version.epoch.is_none_or(|epoch| life.had(epoch));
         let Some(ended) = lives.iter().filter(of).map(|life| life.to.unwrap_or(Micros::MAX)).max() else {
             continue;
         };
@@ -310,7 +309,10 @@ fn missing(
         let seen = agents.get(agent).is_some_and(|owners| owners.contains(*owner));
         for (there, gone) in presences {
             let from = (*there).max(born).saturating_add(within).max(view.at);
-            let to = (*gone).min(times.end).min(view.until);
+            // That it has left is recorded late, too.
+            let left =
+                if *gone == Micros::MAX { *gone } else { gone.saturating_sub(history.header.bounds.early) };
+            let to = left.min(times.end).min(view.until);
             if from > to {
                 continue;
             }

@@ -86,36 +86,91 @@ where
     B: http_body::Body<Data = Bytes> + Unpin,
     B::Error: Into<grpc::BoxError>,
 {
-    let mut reader = MessageReader::new(body, MAX_MESSAGE);
-    let mut head = None;
-    let mut complete = false;
+    let mut reading = ResponseReader::new(body);
+    let head = reading.head().await?;
     let mut content = BytesMut::new();
-    while let Some(message) = reader.next().await.map_err(|error| Status::from(&error))? {
-        let message = HttpResponse::decode(message).map_err(|error| {
-            Status::new(Code::Internal, format!("the agent's answer cannot be read: {error}"))
-        })?;
-        match message.message {
-            Some(http_response::Message::Header(header)) => head = header.response,
-            Some(http_response::Message::Data(data)) => {
-                if content.len() + data.data.len() > max {
-                    return Err(Status::new(
-                        Code::ResourceExhausted,
-                        format!("the API server's response is larger than {max} bytes"),
-                    ));
+    while let Some(data) = reading.data().await? {
+        if content.len() + data.len() > max {
+            return Err(Status::new(
+                Code::ResourceExhausted,
+                format!("the API server's response is larger than {max} bytes"),
+            ));
+        }
+        content.extend_from_slice(&data);
+    }
+    Ok(Response { status: head.status_code, head, body: content.freeze() })
+}
+
+/// Reads an HTTP response part by part, for one without an end.
+#[derive(Debug)]
+pub struct ResponseReader<B> {
+    reader: MessageReader<B>,
+    complete: bool,
+}
+
+impl<B> ResponseReader<B>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<grpc::BoxError>,
+{
+    /// Reads from an agent's messages.
+    pub fn new(body: B) -> Self {
+        Self { reader: MessageReader::new(body, MAX_MESSAGE), complete: false }
+    }
+
+    /// Reads the head. It must be called once, before [`data`](Self::data).
+    ///
+    /// # Errors
+    /// `INTERNAL` if the messages are not a response, and errors of the agent.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn head(&mut self) -> Result<prototool::HttpResponse, Status> {
+        loop {
+            match self.message().await? {
+                Some(http_response::Message::Header(header)) => {
+                    return header.response.ok_or_else(incomplete);
                 }
-                content.extend_from_slice(&data.data);
+                Some(http_response::Message::UpgradeData(_)) => {}
+                Some(_) | None => return Err(incomplete()),
             }
-            Some(http_response::Message::Trailer(_)) => complete = true,
-            // The request did not ask for an upgrade.
-            Some(http_response::Message::UpgradeData(_)) | None => {}
         }
     }
-    match reader.trailers().and_then(Status::from_headers) {
-        Some(status) if status.code() != Code::Ok => Err(status),
-        _ => match head.filter(|_| complete) {
-            Some(head) => Ok(Response { status: head.status_code, head, body: content.freeze() }),
-            None => Err(incomplete()),
-        },
+
+    /// Reads the next part of the body; `None`: the response is complete.
+    ///
+    /// # Errors
+    /// As of [`head`](Self::head); the response is incomplete then.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        loop {
+            match self.message().await? {
+                Some(http_response::Message::Data(data)) => return Ok(Some(data.data)),
+                Some(http_response::Message::Trailer(_)) => self.complete = true,
+                // The request did not ask for an upgrade.
+                Some(http_response::Message::UpgradeData(_) | http_response::Message::Header(_)) => {}
+                None if self.complete => return Ok(None),
+                None => return Err(incomplete()),
+            }
+        }
+    }
+
+    /// Reads a message; `None`: there are no more, and the agent reports no error.
+    async fn message(&mut self) -> Result<Option<http_response::Message>, Status> {
+        while let Some(message) = self.reader.next().await.map_err(|error| Status::from(&error))? {
+            let message = HttpResponse::decode(message).map_err(|error| {
+                Status::new(Code::Internal, format!("the agent's answer cannot be read: {error}"))
+            })?;
+            if message.message.is_some() {
+                return Ok(message.message);
+            }
+        }
+        match self.reader.trailers().and_then(Status::from_headers) {
+            Some(status) if status.code() != Code::Ok => Err(status),
+            _ => Ok(None),
+        }
     }
 }
 

@@ -317,6 +317,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             secrets: ApiSecrets::Made("/state/api-secret".into()),
             all_secrets_listed: false,
         },
+        hooks: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),
@@ -353,6 +354,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
         drain: Drain { delay: secs(5), timeout: secs(30), upgrade_grace: secs(600) },
         gitaly: Gitaly { all: (200.0, 400), per_server: (100.0, 200), ca_certificate: None },
         repositories: Vec::new(),
+        views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();

@@ -231,3 +231,18 @@ fn listeners_with_the_same_address_are_reported_with_both_keys() {
         assert_eq!(both(agent, api), Ok(()), "{agent} {api}");
     }
 }
+
+#[test]
+fn hooks_are_off_unless_the_file_has_the_section() {
+    assert_eq!(config("").hooks, None);
+    let hooks = config("hooks:\n  listen: {}").hooks.unwrap();
+    assert_eq!((&*hooks.listen.address, hooks.body, hooks.secrets), ("0.0.0.0:8156", 1 << 20, None));
+    let hooks = config("hooks: {listen: {address: '127.0.0.1:9000'}, body: 26214400, secrets_dir: /s}").hooks;
+    let hooks = hooks.unwrap();
+    assert_eq!((&*hooks.listen.address, hooks.body), ("127.0.0.1:9000", 25 << 20));
+    assert_eq!(hooks.secrets, Some("/s".into()));
+    let too_large = problems("hooks: {body: 26214401}");
+    assert!(too_large[0].starts_with("hooks.body: "), "{too_large:?}");
+    let clash = problems("hooks: {listen: {address: '127.0.0.1:8150'}}");
+    assert!(clash[0].starts_with("hooks.listen.address: "), "{clash:?}");
+}

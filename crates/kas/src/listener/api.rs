@@ -32,8 +32,10 @@ use routing::{
 };
 
 use super::{failed, not_grpc, too_large};
+use crate::hooks::HookQueries;
 use crate::pushes::Pushes;
 use crate::sync::SyncService;
+use crate::views::Hub;
 
 mod services;
 
@@ -63,7 +65,7 @@ impl std::fmt::Debug for ApiListener {
 
 impl ApiListener {
     /// Creates the listener's service. Health checks report `SERVING` while `phase` is serving. `attempts`:
-    /// the limits of one connection.
+    /// the limits of one connection. `hooks`: `None`: this kas takes no webhooks.
     #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub fn new(
         jwt: JwtVerifier,
@@ -76,8 +78,11 @@ impl ApiListener {
         observer: Arc<Observer>,
         attempts: Attempts,
         sync: Arc<SyncService>,
+        hooks: Option<Arc<HookQueries>>,
+        views: Arc<Hub>,
     ) -> Arc<Self> {
-        let services = services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync);
+        let services =
+            services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync, hooks, views);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 
@@ -145,9 +150,13 @@ impl Connection for Caller {
             }
             refuse(status, Rule::Metadata)
         };
+        let mut caller = None;
         if !health {
             match self.verify(request.headers()) {
-                Ok(actor) => record.actor(&actor),
+                Ok(actor) => {
+                    record.actor(&actor);
+                    caller = Some(actor);
+                }
                 Err(status) => return refuse(&status, Rule::Jwt),
             }
         }
@@ -169,7 +178,7 @@ impl Connection for Caller {
                 return wrong_keys(&status);
             }
             record.allowed(request.headers());
-            return Box::pin(own(service, request, correlation, deadline, record));
+            return Box::pin(own(service, request, correlation, deadline, record, caller));
         }
         let target = match Target::read(request.headers()) {
             Ok(Some(target)) => target,
@@ -311,12 +320,16 @@ async fn own(
     correlation: HeaderValue,
     deadline: Deadline,
     record: RequestRecord,
+    caller: Option<Arc<Actor>>,
 ) -> Response<Body> {
     let answering = record.answering();
     let mut request = request.map(|body| record.request_body(grpc::boxed(body)));
     request.extensions_mut().insert(record);
     request.extensions_mut().insert(deadline);
     request.extensions_mut().insert(Correlation(correlation.clone()));
+    if let Some(caller) = caller {
+        request.extensions_mut().insert(caller);
+    }
     let late = || Status::new(Code::DeadlineExceeded, "the deadline passed before kas had the answer");
     let mut response = match deadline.instant() {
         Some(at) => match tokio::time::timeout_at(at, service(request)).await {

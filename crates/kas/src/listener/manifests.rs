@@ -4,6 +4,8 @@
 //! A call waits until the project has another commit than the agent, and gets the whole set. The body of the
 //! answer does all of it, so a call needs no task and ends when the agent leaves.
 
+mod revisions;
+
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use bytes::{BufMut as _, Bytes, BytesMut};
@@ -36,6 +38,7 @@ use repository::{Commit, Error, Revision};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use tokio::{sync::watch, time::Instant};
 
+use self::revisions::{Revisions, Used};
 use super::agent::{AgentCall, AgentService, Answered, CallContext, ServiceAnswer};
 
 const GET_OBJECTS: &str = "/gitlab.agent.gitops.rpc.Gitops/GetObjectsToSynchronize";
@@ -68,6 +71,7 @@ pub struct Manifests {
     phase: watch::Receiver<Phase>,
     /// `None`: usage is not reported.
     usage: Option<Arc<Usage>>,
+    revisions: Arc<Revisions>,
 }
 
 impl Manifests {
@@ -80,7 +84,8 @@ impl Manifests {
         phase: watch::Receiver<Phase>,
         usage: Option<Arc<Usage>>,
     ) -> Self {
-        Self { repositories, access, config, applier, phase, usage }
+        let revisions = Arc::default();
+        Self { repositories, access, config, applier, phase, usage, revisions }
     }
 
     fn limits(&self) -> Limits {
@@ -94,8 +99,9 @@ impl Manifests {
     async fn begin(self: Arc<Self>, call: AgentCall) -> Result<Answered, Status> {
         let token = jwt::bearer(&call.headers)?.to_vec().into();
         let is_gzip = accepts_gzip(&call.headers);
-        // Only GitLab's agentk applies by itself.
-        let agentk = if call.is_ours() { AgentkVersion::Own } else { AgentkVersion::Unreadable };
+        // An agentk of this project applies only if the configuration says so.
+        let is_ours = call.is_ours();
+        let agentk = if is_ours { AgentkVersion::Own } else { AgentkVersion::Unreadable };
         let (context, request) = call.message::<ObjectsToSynchronizeRequest>().await?;
         let request = Request::read(request, self.config.max_number_of_paths)?;
         if self.applier.forbids(agentk) {
@@ -109,6 +115,7 @@ impl Manifests {
             context,
             token,
             is_gzip,
+            is_ours,
             request,
             until: Instant::now() + POLL.mul_f64(jitter),
             state: State::Waiting,
@@ -200,6 +207,9 @@ struct Call {
     context: CallContext,
     token: SecretSlice<u8>,
     is_gzip: bool,
+    /// Whether it is an agentk of this project. It asks for the head, with an empty commit, to know what the
+    /// head is now: what it deletes depends on that.
+    is_ours: bool,
     request: Request,
     /// When it ends if nothing changes.
     until: Instant,
@@ -329,7 +339,7 @@ impl Call {
     }
 
     async fn find(&self) -> Result<Found, Status> {
-        let mut followed: Option<Follower> = None;
+        let mut followed: Option<(Used, Follower)> = None;
         let mut backoff = BACKOFF.0;
         let begun = Instant::now();
         let mut gone = 0;
@@ -353,19 +363,25 @@ impl Call {
                 }
             };
             backoff = BACKOFF.0;
-            let follower = match followed.take() {
-                Some(follower) if follower.id() == permission.id => followed.insert(follower),
+            let (_, follower) = match followed.take() {
+                Some(known) if known.0.is(permission.id) => followed.insert(known),
                 _ => {
+                    let many = |error: &dyn std::fmt::Display| {
+                        Status::new(Code::ResourceExhausted, error.to_string())
+                    };
+                    let agent = self.context.authenticated.agent.id;
+                    let used = self.service.revisions.enter(agent, permission.id, &self.request.revision);
+                    let used = used.map_err(|error| many(&error))?;
                     let period = self.service.config.poll_period;
                     let new = self.service.repositories.follow(permission.id, &self.request.revision, period);
-                    let new = new.map_err(|error| Status::new(Code::ResourceExhausted, error.to_string()))?;
-                    followed.insert(new)
+                    followed.insert((used, new.map_err(|error| many(&error))?))
                 }
             };
             let head = follower.head();
             let other = head.commit.flatten().filter(|commit| commit.to_string() != self.request.commit);
             // Another replica may have sent a newer commit than this one knows.
-            let is_newest = other.is_none() || self.request.commit.is_empty() || {
+            let is_unasked = self.request.commit.is_empty() && !self.is_ours;
+            let is_newest = other.is_none() || is_unasked || {
                 let checked = tokio::time::timeout(CHECK, follower.refresh(begun)).await;
                 checked.is_ok() && follower.head().failure.is_none()
             };

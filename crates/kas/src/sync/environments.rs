@@ -71,7 +71,7 @@ impl<'a> Wanted<'a> {
             })
             .map(ToString::to_string)
             .collect();
-        if environments.is_empty() && state.flaw.is_none() {
+        if environments.is_empty() && state.flaw.is_none() && state.warning.is_none() {
             return None;
         }
         let namespaces = good.and_then(|file| file.namespaces.as_ref());
@@ -81,6 +81,7 @@ impl<'a> Wanted<'a> {
             project_id: agent.project_id,
             namespaces: namespaces.into_iter().flatten().cloned().collect(),
             flaw: state.flaw.clone().unwrap_or_default(),
+            warning: state.warning.clone().unwrap_or_default(),
             ..EnvironmentAgent::default()
         };
         Some(AgentEnvironments { agent: Some(agent), environments })
@@ -284,8 +285,8 @@ mod tests {
 
     fn state(file: &str) -> KasState {
         match kas_yaml::parse(file.as_bytes()) {
-            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None },
-            Err(flaw) => KasState { good: None, flaw: Some(flaw) },
+            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None, warning: None },
+            Err(flaw) => KasState { good: None, flaw: Some(flaw), warning: None },
         }
     }
 

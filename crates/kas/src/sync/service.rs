@@ -80,10 +80,21 @@ impl SyncService {
         local_service(server.max_decoding_message_size(MAX_QUESTION).max_encoding_message_size(MAX_ANSWER))
     }
 
+    /// Returns the agents of this replica.
+    pub(crate) fn held_agents(&self) -> Arc<HeldAgents> {
+        Arc::clone(&self.held)
+    }
+
     /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
     /// wait to be pruned.
     pub(crate) fn totals(&self) -> [usize; 4] {
         self.planners.totals()
+    }
+
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file is
+    /// not known here.
+    pub(crate) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
+        self.held.namespaces_of(agent)
     }
 
     /// Returns what the home of the agent knows. If none is known, the answer names no replica.
@@ -124,16 +135,19 @@ impl SyncService {
         if request.project.is_empty() {
             return Err(Status::invalid_argument("project is needed"));
         }
+        let text = |message| ControlSyncResponse { message, objects: Vec::new() };
         let done = match request.action() {
-            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await,
-            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await,
-            Action::Destroy => {
+            Action::Sync => self.planners.control(agent, &request.project, Control::Sync).await.map(text),
+            Action::Prune => self.planners.control(agent, &request.project, Control::Prune).await.map(text),
+            action @ (Action::Destroy | Action::ShowDestroy) => {
+                let is_dry = action == Action::ShowDestroy;
                 let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
-                self.planners.destroy(agent, &request.project, namespace).await
+                let done = self.planners.destroy(agent, &request.project, namespace, is_dry).await;
+                done.map(|done| ControlSyncResponse { message: done.message, objects: done.objects })
             }
             Action::Unknown => return Err(Status::invalid_argument("action is needed")),
         };
-        done.map(|message| ControlSyncResponse { message }).map_err(|error| convert::status(&error))
+        done.map_err(|error| convert::status(&error))
     }
 
     /// Makes a diff at the home of the agent.
@@ -240,7 +254,7 @@ impl SyncService {
 }
 
 /// Asks another replica.
-pub(super) async fn ask<A: Message + Default>(
+pub(crate) async fn ask<A: Message + Default>(
     peers: &Arc<Peers>,
     replica: &Replica,
     path: &str,

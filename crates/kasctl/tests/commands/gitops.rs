@@ -105,6 +105,10 @@ async fn deletions_need_a_yes() {
     let destroy = ["gitops", "destroy", "7", "group/web", "-n", "shop", "--yes"];
     let run = server.run(&destroy).await.expect_exit(0);
     assert_eq!(run.stdout, "group/web in shop destroyed\n");
+    // Only shown, so that it need not be confirmed.
+    let run = server.run(&["gitops", "destroy", "7", "group/web", "-n", "shop", "--dry-run"]).await;
+    let shown = "delete ConfigMap shop/a\nleave ConfigMap shop/b: no mark\nwould destroy group/web\n";
+    assert_eq!(run.expect_exit(0).stdout, shown);
     let run = server.run(&["gitops", "destroy", "8", "group/web", "--yes"]).await.expect_exit(1);
     assert!(run.stderr.contains("a configuration names the project"), "{run:?}");
 }

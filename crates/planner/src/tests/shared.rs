@@ -400,7 +400,7 @@ async fn a_project_is_destroyed_where_its_inventory_is_and_only_if_nothing_names
     it.synced("x/a").await;
     it.synced("x/b").await;
     // Another name of a project that is still named.
-    let named = it.planners.destroy(agent(), "X/A", "default").await;
+    let named = it.planners.destroy(agent(), "X/A", "default", false).await;
     assert!(matches!(&named, Err(ControlError::Wrong(why)) if why.contains("names x/a")), "{named:?}");
     assert_eq!(shop.cluster.deletions(), [""; 0]);
     {
@@ -412,17 +412,24 @@ async fn a_project_is_destroyed_where_its_inventory_is_and_only_if_nothing_names
     drop(it);
     shop.configure([]);
     let it = run(&shop);
-    let wrong = it.planners.destroy(agent(), "x/a", "other").await;
+    let wrong = it.planners.destroy(agent(), "x/a", "other", false).await;
     assert!(
         matches!(&wrong, Err(ControlError::Wrong(why)) if why.contains("namespace other has no inventory")),
         "{wrong:?}"
     );
     shop.configuration.lock().bounds.namespaces = Some(["other".to_owned()].into());
-    let outside = it.planners.destroy(agent(), "x/a", "default").await;
+    let outside = it.planners.destroy(agent(), "x/a", "default", false).await;
     assert!(matches!(&outside, Err(ControlError::Wrong(why)) if why.contains("kas.yaml")), "{outside:?}");
     shop.configuration.lock().bounds.namespaces = None;
     assert_eq!(shop.cluster.deletions(), [""; 0]);
-    let text = it.planners.destroy(agent(), "x/a", "default").await.unwrap();
+    // A dry run says the same, and writes nothing.
+    let before = shop.cluster.writes();
+    let dry = it.planners.destroy(agent(), "x/a", "default", true).await.unwrap();
+    assert_eq!(dry.message, "would delete 1 objects and the inventory; 1 would be left alone");
+    assert_eq!(dry.objects[0], "delete ConfigMap default/a");
+    assert!(dry.objects[1].starts_with("leave ConfigMap default/k: "), "{dry:?}");
+    assert_eq!(shop.cluster.writes(), before);
+    let text = it.planners.destroy(agent(), "x/a", "default", false).await.unwrap().message;
     assert!(
         text.starts_with("deleted 1 objects and the inventory; 1 were left alone: ConfigMap default/k"),
         "{text}"
@@ -433,7 +440,7 @@ async fn a_project_is_destroyed_where_its_inventory_is_and_only_if_nothing_names
     );
 
     // The inventory of a template is found by who wrote it.
-    let text = it.planners.destroy(agent(), "x/b", "default").await.unwrap();
+    let text = it.planners.destroy(agent(), "x/b", "default", false).await.unwrap().message;
     assert_eq!(text, "deleted 1 objects and the inventory");
     assert_eq!(["b", "inventory"].map(|name| shop.cluster.has(name)), [false, false]);
 }

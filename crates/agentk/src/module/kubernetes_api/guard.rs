@@ -23,13 +23,16 @@ pub struct Guard {
 }
 
 /// The request may be sent, or this is the response to it.
-pub(super) type Verdict = Result<Option<Entry>, Refused>;
+pub(in crate::module) type Verdict = Result<Option<Entry>, Refused>;
 
 /// A request that must not be sent.
 #[derive(Debug)]
-pub(super) struct Refused {
+pub(in crate::module) struct Refused {
     /// The line of the audit log, which has the decision already.
     entry: Option<Entry>,
+    /// Why, for people.
+    #[cfg(feature = "gitops")]
+    text: String,
     /// A `Status` of Kubernetes.
     body: Bytes,
 }
@@ -45,7 +48,7 @@ impl Guard {
     ///
     /// Every request to the API server passes here first, and nothing of it changes afterwards but agentk's
     /// own credentials. `Ok`: it may be sent; the line of the audit log has to be kept until it has ended.
-    pub(super) fn admit<B>(
+    pub(in crate::module) fn admit<B>(
         &self,
         metadata: &HeaderMap,
         request: &Request<B>,
@@ -94,7 +97,22 @@ impl Guard {
 impl Refused {
     fn new(entry: Option<Entry>, text: &str, id: &str) -> Self {
         let status = kube_request::Status::new(StatusCode::FORBIDDEN, text);
-        Self { entry, body: status.to_json_of("agentk", id).into() }
+        Self {
+            entry,
+            #[cfg(feature = "gitops")]
+            text: text.to_owned(),
+            body: status.to_json_of("agentk", id).into(),
+        }
+    }
+
+    /// Ends a request of agentk itself, and returns why it was refused.
+    #[cfg(feature = "gitops")]
+    pub(in crate::module) fn into_text(mut self) -> String {
+        if let Some(entry) = &mut self.entry {
+            entry.responded(StatusCode::FORBIDDEN);
+            entry.ended(None);
+        }
+        self.text
     }
 
     /// Returns the response for kas: an HTTP response with status 403, as the API server would send it.

@@ -11,10 +11,10 @@ use std::{
 };
 
 use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
-use futures_util::stream::{self, Stream};
+use futures_util::stream::{self, Stream, StreamExt as _};
 use grpc::Deadline;
 use http::HeaderValue;
-use ids::{AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::{
@@ -35,9 +35,10 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
+        ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse, agent_on_replica,
+        WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse, agent_on_replica,
         agent_on_replica::RefusedCaller,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Disconnected, Event, SnapshotComplete},
@@ -49,10 +50,12 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     connected::{address, connected, unanswered_replica},
+    hooks::HookQueries,
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
     sync::{MAX_QUESTION, SyncService},
     timestamp::timestamp,
+    views::Hub,
 };
 use grpc::service::{LocalService, local_service};
 use observe::RequestRecord;
@@ -71,6 +74,7 @@ const SETTLE: Duration = Duration::from_millis(20);
 pub(super) struct Services(Vec<(String, LocalService)>);
 
 impl Services {
+    #[expect(clippy::too_many_arguments, reason = "each is made by another module")]
     pub(super) fn new(
         router: Arc<Router>,
         tracker: Arc<dyn Tracker>,
@@ -78,8 +82,10 @@ impl Services {
         gitaly: Option<Arc<gitaly::Client>>,
         phase: watch::Receiver<Phase>,
         sync: Arc<SyncService>,
+        hooks: Option<Arc<HookQueries>>,
+        views: Arc<Hub>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -138,6 +144,9 @@ pub(super) struct Api {
     pub(super) gitaly: Option<Arc<gitaly::Client>>,
     phase: watch::Receiver<Phase>,
     sync: Arc<SyncService>,
+    /// `None`: this kas takes no webhooks.
+    hooks: Option<Arc<HookQueries>>,
+    views: Arc<Hub>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -564,6 +573,63 @@ impl KasApi for Api {
         request: tonic::Request<ListEnvironmentsRequest>,
     ) -> Result<tonic::Response<ListEnvironmentsResponse>, tonic::Status> {
         self.sync.environments(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    async fn list_hooks(
+        &self,
+        request: tonic::Request<ListHooksRequest>,
+    ) -> Result<tonic::Response<ListHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.list(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    async fn replay_hooks(
+        &self,
+        request: tonic::Request<ReplayHooksRequest>,
+    ) -> Result<tonic::Response<ReplayHooksResponse>, tonic::Status> {
+        record_agent(&request, request.get_ref().agent_id);
+        self.hooks()?.replay(request.get_ref()).await.map(tonic::Response::new)
+    }
+
+    type WatchViewStream = ViewStream;
+
+    async fn watch_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, false)
+    }
+
+    type QueryViewStream = ViewStream;
+
+    async fn query_view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        self.view(request, true)
+    }
+}
+
+/// The answer to a question about a view.
+type ViewStream = Pin<Box<dyn Stream<Item = Result<WatchViewResponse, tonic::Status>> + Send>>;
+
+impl Api {
+    fn hooks(&self) -> Result<&HookQueries, tonic::Status> {
+        let text = "this kas takes no webhooks: its configuration has no section hooks";
+        self.hooks.as_deref().ok_or_else(|| tonic::Status::failed_precondition(text))
+    }
+
+    fn view(
+        &self,
+        request: tonic::Request<WatchViewRequest>,
+        is_query: bool,
+    ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
+        let caller = request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
+            format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
+        });
+        let answers = self.views.answer(request.into_inner(), &caller, is_query);
+        let answers = answers.map_err(|status| to_tonic(&status))?;
+        Ok(tonic::Response::new(Box::pin(answers.map(|answer| answer.map_err(|status| to_tonic(&status))))))
     }
 }
 

@@ -74,9 +74,14 @@ pub(super) fn control(asked: &ControlSyncRequest) -> Result<ControlSyncResponse,
         Action::Sync => String::new(),
         Action::Prune => format!("1 object of {} pruned", asked.project),
         Action::Destroy => format!("{} in {} destroyed", asked.project, asked.namespace),
+        Action::ShowDestroy => {
+            let objects =
+                vec!["delete ConfigMap shop/a".to_owned(), "leave ConfigMap shop/b: no mark".to_owned()];
+            return Ok(ControlSyncResponse { message: format!("would destroy {}", asked.project), objects });
+        }
         Action::Unknown => return Err(Status::invalid_argument("action is needed")),
     };
-    Ok(ControlSyncResponse { message })
+    Ok(ControlSyncResponse { message, objects: Vec::new() })
 }
 
 pub(super) fn diff(asked: &DiffRequest) -> Result<DiffResponse, Status> {

@@ -1,6 +1,6 @@
 //! What agentk must support, and requests that outlast the others.
 
-use super::*;
+use super::{withdrawn::Crossing, *};
 
 impl Lab {
     /// An agentk with these features opens another tunnel.

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 /// The inventories of an agent's projects. Two projects that write the same one would delete each other's
 /// objects, so the first one keeps it for as long as the configuration names it.
 #[derive(Debug, Default)]
-pub(crate) struct Claims {
+pub struct Claims {
     /// The project that writes an inventory, by the inventory's id. A project has one at most.
     owners: Mutex<HashMap<String, Arc<str>>>,
 }
@@ -20,7 +20,7 @@ impl Claims {
     ///
     /// # Errors
     /// Another project writes it: its name.
-    pub(crate) fn claim(&self, project: &Arc<str>, id: &str) -> Result<(), Arc<str>> {
+    pub fn claim(&self, project: &Arc<str>, id: &str) -> Result<(), Arc<str>> {
         let mut owners = self.owners.lock();
         match owners.get(id) {
             Some(owner) if owner == project => Ok(()),
@@ -34,13 +34,13 @@ impl Claims {
     }
 
     /// Returns the ids of the inventories of all other projects.
-    pub(crate) fn others(&self, project: &str) -> BTreeSet<String> {
+    pub fn others(&self, project: &str) -> BTreeSet<String> {
         let owners = self.owners.lock();
         owners.iter().filter(|(_, owner)| ***owner != *project).map(|(id, _)| id.clone()).collect()
     }
 
     /// Forgets a project.
-    pub(crate) fn release(&self, project: &str) {
+    pub fn release(&self, project: &str) {
         self.owners.lock().retain(|_, owner| **owner != *project);
     }
 }

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use gitops::{ClusterApi, InventoryRef};
 use http::{Request, header};
 use serde_json::json;
 use tokio::time::Instant;
+
+use crate::{cluster::ClusterApi, progress::InventoryRef};
 
 /// The most Events of a project in [`WINDOW`].
 const MOST: usize = 10;
@@ -16,28 +17,35 @@ const WINDOW: Duration = Duration::from_secs(60);
 const LONGEST: usize = 1_024;
 
 /// Writes the Events of one project.
-#[derive(Debug, Default)]
-pub(crate) struct Events {
+#[derive(Debug)]
+pub struct Events {
+    /// The program that writes them.
+    component: &'static str,
     /// When the last ones were written, the oldest first.
     written: Vec<Instant>,
     /// The last reason and message: the same one is not repeated.
     last: Option<(&'static str, String)>,
-    /// Whether it was logged that they cannot be written.
+    /// Whether the last one could not be written.
     failed: bool,
 }
 
 /// An Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Event {
+pub struct Event {
     /// One word.
-    pub(crate) reason: &'static str,
+    pub reason: &'static str,
     /// For people.
-    pub(crate) message: String,
+    pub message: String,
     /// Whether something is wrong.
-    pub(crate) warning: bool,
+    pub warning: bool,
 }
 
 impl Events {
+    /// Returns one for a project. `component` is the program that writes.
+    pub fn new(component: &'static str) -> Self {
+        Self { component, written: Vec::new(), last: None, failed: false }
+    }
+
     /// Returns whether an Event may be written now.
     fn admit(&mut self, event: &Event, now: Instant) -> bool {
         let is_last = self
@@ -53,40 +61,41 @@ impl Events {
         true
     }
 
-    /// Writes an Event about the inventory, unless it was the last one or there are too many. A failure is
-    /// only logged: Events are for people, and agentk may lack the right.
-    pub(crate) async fn write(&mut self, api: &dyn ClusterApi, inventory: &InventoryRef, event: &Event) {
+    /// Writes an Event about the inventory, unless it was the last one or there are too many. `time` is the
+    /// present time as in RFC 3339, in seconds.
+    ///
+    /// # Errors
+    /// Why it could not be written, unless the one before could not be written either: Events are for
+    /// people, and agentk may lack the right.
+    pub async fn write(
+        &mut self,
+        api: &dyn ClusterApi,
+        inventory: &InventoryRef,
+        event: &Event,
+        time: &str,
+    ) -> Result<(), String> {
         if !self.admit(event, Instant::now()) {
-            return;
+            return Ok(());
         }
-        let Some(request) = request(inventory, event, process::clock::wall()) else { return };
+        let Some(request) = request(self.component, inventory, event, time) else { return Ok(()) };
         let failure = match api.call(request).await {
             Ok(response) if response.status().is_success() => {
                 self.failed = false;
-                return;
+                return Ok(());
             }
             Ok(response) => format!("the API server answered {}", response.status()),
             Err(error) => error.to_string(),
         };
-        if !std::mem::replace(&mut self.failed, true) {
-            tracing::info!(
-                namespace = inventory.namespace,
-                inventory = inventory.name,
-                error = failure,
-                "an Event about the inventory cannot be written"
-            );
-        }
+        if std::mem::replace(&mut self.failed, true) { Ok(()) } else { Err(failure) }
     }
 }
 
-fn request(inventory: &InventoryRef, event: &Event, now: Duration) -> Option<Request<Bytes>> {
+fn request(component: &str, inventory: &InventoryRef, event: &Event, time: &str) -> Option<Request<Bytes>> {
     let InventoryRef { namespace, name, uid } = inventory;
     let mut end = event.message.len().min(LONGEST);
     while !event.message.is_char_boundary(end) {
         end -= 1;
     }
-    let time = prost_types::Timestamp { seconds: i64::try_from(now.as_secs()).unwrap_or(i64::MAX), nanos: 0 }
-        .to_string();
     let body = json!({
         "apiVersion": "v1",
         "kind": "Event",
@@ -97,14 +106,14 @@ fn request(inventory: &InventoryRef, event: &Event, now: Duration) -> Option<Req
         "reason": event.reason,
         "message": &event.message[..end],
         "type": if event.warning { "Warning" } else { "Normal" },
-        "source": { "component": "kas" },
+        "source": { "component": component },
         "firstTimestamp": time,
         "lastTimestamp": time,
         "count": 1,
     });
     Request::builder()
         .method("POST")
-        .uri(format!("/api/v1/namespaces/{namespace}/events?fieldManager=kas"))
+        .uri(format!("/api/v1/namespaces/{namespace}/events?fieldManager={component}"))
         .header(header::ACCEPT, "application/json")
         .header(header::CONTENT_TYPE, "application/json")
         .body(Bytes::from(body.to_string()))
@@ -122,7 +131,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn events_are_not_repeated_and_are_ten_a_minute() {
-        let mut events = Events::default();
+        let mut events = Events::new("kas");
         let event = |message: usize| Event { reason: "Synced", message: message.to_string(), warning: false };
         let now = Instant::now();
         assert!(events.admit(&event(0), now));
@@ -136,7 +145,7 @@ mod tests {
         let inventory =
             InventoryRef { namespace: "shop".into(), name: "inventory-1-2".into(), uid: "u".into() };
         let event = Event { reason: "Failed", message: "ä".repeat(LONGEST), warning: true };
-        let request = request(&inventory, &event, Duration::from_secs(1_700_000_000)).unwrap();
+        let request = request("kas", &inventory, &event, "2023-11-14T22:13:20Z").unwrap();
         assert_eq!(request.uri(), "/api/v1/namespaces/shop/events?fieldManager=kas");
         let body: serde_json::Value = serde_json::from_slice(request.body()).unwrap();
         assert_eq!(body["involvedObject"]["uid"], "u");

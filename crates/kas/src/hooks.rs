@@ -1,0 +1,19 @@
+//! Webhooks into the clusters of agents: a listener, the verification at the home of the agent, and the
+//! delivery. The [mailbox](crate::mailbox) keeps them in between.
+
+mod deliver;
+mod desk;
+mod listener;
+mod private;
+mod query;
+mod secrets;
+mod verify;
+
+pub use self::query::HookQueries;
+pub(crate) use self::{
+    deliver::{Delivering, Receivers},
+    desk::{Desk, Parts},
+    listener::HookListener,
+};
+#[cfg(feature = "fuzzing")]
+pub use self::{listener::fuzz as fuzz_request, verify::fuzz as fuzz_verify};

@@ -1,0 +1,260 @@
+//! Delivers hooks: as a request to a Service, or as an annotation of an object.
+
+use std::{sync::Arc, time::Duration};
+
+use agent_config::kas_yaml::hooks::{Annotate, Deliver as Way, Hook, Service};
+use async_trait::async_trait;
+use cluster_call::{Cluster, ClusterSettings, Request};
+use grpc::{Code, Outcome, Status};
+use http::Method;
+use kube_request::{Target, headers::canonical};
+use mailbox::{Definition, Delivery, Message};
+use observe::Observer;
+use routing::router::Router;
+use serde_json::json;
+
+use super::desk::Desk;
+use crate::mailbox::{Deliver, Sent};
+
+/// How long a receiver may take.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a delivery may wait for a tunnel.
+const FIND: Duration = Duration::from_secs(5);
+/// The largest answer that is read, in bytes. Nothing of it is used.
+const ANSWER: usize = 1 << 20;
+/// How much of an error is kept, in characters.
+const REASON: usize = 200;
+/// Who changes annotations.
+const MANAGER: &str = "kas-hooks";
+
+/// The clusters of agents.
+pub(crate) struct Receivers {
+    pub(crate) router: Arc<Router>,
+    pub(crate) observer: Arc<Observer>,
+}
+
+/// Delivers hooks.
+pub(crate) struct Delivering {
+    desk: Arc<Desk>,
+    receivers: Receivers,
+}
+
+impl Delivering {
+    pub(crate) fn new(desk: Arc<Desk>, receivers: Receivers) -> Arc<Self> {
+        Arc::new(Self { desk, receivers })
+    }
+}
+
+#[async_trait]
+impl Deliver for Delivering {
+    async fn deliver(&self, delivery: Delivery, hooks: Option<Definition>) -> Sent {
+        let Delivery { message, attempt } = delivery;
+        let hooks = match self.desk.hooks(hooks) {
+            Some(Ok(hooks)) => hooks,
+            Some(Err(flaw)) => return Sent::Again(flaw),
+            None => return Sent::Again("the hooks of the agent are not known".to_owned()),
+        };
+        let Some(hook) = hooks.find(&message.hook) else {
+            return Sent::Dead("kas.yaml has no such hook any more".to_owned());
+        };
+        let request = match request(hook, &message, attempt) {
+            Ok(request) => request,
+            Err(flaw) => return Sent::Dead(flaw),
+        };
+        let user_agent = message.headers.iter().find(|(name, _)| &**name == "user-agent");
+        let user_agent = user_agent.and_then(|(_, value)| std::str::from_utf8(value).ok());
+        let settings = ClusterSettings {
+            agent: message.agent,
+            task: format!("hook:{}/{}", message.hook, message.id),
+            source: "hooks",
+            user_agent: user_agent.unwrap_or("kas/hooks").to_owned(),
+            impersonation: None,
+            timeout: TIMEOUT,
+            find: FIND,
+            at_once: 1,
+            max_body: ANSWER,
+        };
+        let Receivers { router, observer } = &self.receivers;
+        let cluster = Cluster::new(Arc::clone(router), Arc::clone(observer), settings);
+        match cluster.send(request).await {
+            Ok(answer) => judge(answer.status, &answer.body),
+            Err(status) => match failure(&status) {
+                Failed::NotSent(why) if router.finds(message.agent).await.unwrap_or(true) => Sent::Again(why),
+                Failed::NotSent(_) => Sent::Absent,
+                Failed::Unknown(why) => Sent::Again(why),
+                Failed::Refused(why) => Sent::Dead(why),
+            },
+        }
+    }
+}
+
+/// Returns what an answer means.
+fn judge(status: i32, body: &[u8]) -> Sent {
+    let why = || {
+        let text: String = String::from_utf8_lossy(body.get(..1_024).unwrap_or(body)).into_owned();
+        // Of the API server's own errors, the message is enough.
+        let message = serde_json::from_slice::<serde_json::Value>(body).ok();
+        let message =
+            message.as_ref().filter(|it| it["kind"] == "Status").and_then(|it| it["message"].as_str());
+        match message {
+            Some(message) => format!("{status}: {}", message.chars().take(REASON).collect::<String>()),
+            // What a receiver says may repeat the hook.
+            None if text.is_empty() => status.to_string(),
+            None => format!("{status} of the receiver"),
+        }
+    };
+    match status {
+        200..=299 => Sent::Done,
+        408 | 429 | 500..=599 => Sent::Again(why()),
+        _ => Sent::Dead(why()),
+    }
+}
+
+/// Why there is no answer.
+enum Failed {
+    NotSent(String),
+    Unknown(String),
+    Refused(String),
+}
+
+fn failure(status: &Status) -> Failed {
+    let text = status.message().chars().take(REASON).collect();
+    match (status.outcome(), status.code()) {
+        (Some(Outcome::NotStarted), _) => Failed::NotSent(text),
+        (Some(Outcome::Unknown), _) => Failed::Unknown(text),
+        (None, Code::Unimplemented | Code::PermissionDenied | Code::InvalidArgument) => Failed::Refused(text),
+        (None, _) => Failed::Unknown(text),
+    }
+}
+
+/// Returns the request that delivers a hook.
+///
+/// # Errors
+/// If there can be no such request.
+fn request(hook: &Hook, message: &Message, attempt: u32) -> Result<Request, String> {
+    let target = |path: &str| Target::parse(path.to_owned()).map_err(|error| format!("the path: {error}"));
+    match &hook.deliver {
+        Way::Service(Service { namespace, scheme, name, port, path }) => {
+            let path = format!("/api/v1/namespaces/{namespace}/services/{scheme}:{name}:{port}/proxy{path}");
+            let mut request = Request::new(Method::POST, target(&path)?);
+            request.body = message.body.clone();
+            for (name, value) in message.headers.iter().filter(|(name, _)| &**name != "user-agent") {
+                // Others than text cannot pass a tunnel.
+                if let Ok(value) = std::str::from_utf8(value) {
+                    request = request.header(&canonical(name), value);
+                }
+            }
+            let id = message.id.to_string();
+            Ok(request.header("Kas-Hook-Id", id).header("Kas-Hook-Attempt", attempt.to_string()))
+        }
+        Way::Annotate(Annotate { group, version, plural, namespace, name, annotation }) => {
+            let root =
+                if group.is_empty() { format!("/api/{version}") } else { format!("/apis/{group}/{version}") };
+            let space = namespace.as_ref().map_or_else(String::new, |it| format!("/namespaces/{it}"));
+            let path = format!("{root}{space}/{plural}/{name}?fieldManager={MANAGER}");
+            let patch = json!({ "metadata": { "annotations": { annotation: message.id.to_string() } } });
+            let mut request = Request::new(Method::PATCH, target(&path)?);
+            request.body = patch.to_string().into();
+            Ok(request.header("Content-Type", "application/merge-patch+json"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use ids::AgentId;
+    use mailbox::{MessageId, State};
+
+    use super::*;
+
+    fn message() -> Message {
+        Message {
+            id: MessageId(1),
+            agent: AgentId::new(7).unwrap(),
+            hook: "push".into(),
+            dedup: None,
+            headers: Arc::new([
+                ("content-type".into(), Bytes::from_static(b"application/json")),
+                ("user-agent".into(), Bytes::from_static(b"GitHub-Hookshot/1")),
+                ("x-github-event".into(), Bytes::from_static(b"push")),
+                ("x-hub-odd".into(), Bytes::from_static(b"\xff")),
+            ]),
+            body: Bytes::from_static(b"{}"),
+            version: 1,
+            state: State::Waiting,
+            attempts: 0,
+            age: Duration::ZERO,
+            state_age: Duration::ZERO,
+            reason: "".into(),
+            steady: true,
+        }
+    }
+
+    fn of(deliver: &str) -> Hook {
+        let yaml = format!("hooks: [{{name: push, verify: {{github: a}}, deliver: {deliver}}}]");
+        agent_config::kas_yaml::parse(yaml.as_bytes()).unwrap().hooks.list()[0].clone()
+    }
+
+    #[test]
+    fn a_service_gets_the_hook_as_it_came() {
+        let hook = of("{service: 'flux-system/webhook-receiver:80', path: /hook/4f2a}");
+        let request = request(&hook, &message(), 3).unwrap();
+        assert_eq!((request.method, &request.body[..]), (Method::POST, &b"{}"[..]));
+        assert_eq!(
+            request.target.path(),
+            "/api/v1/namespaces/flux-system/services/http:webhook-receiver:80/proxy/hook/4f2a"
+        );
+        let headers: Vec<_> = request.headers.iter().map(|(name, value)| (&**name, &**value)).collect();
+        assert_eq!(
+            headers,
+            [
+                ("Content-Type", "application/json"),
+                ("X-Github-Event", "push"),
+                ("Kas-Hook-Id", "00000000000000000000000000000001"),
+                ("Kas-Hook-Attempt", "3"),
+            ]
+        );
+    }
+
+    #[test]
+    fn an_object_gets_the_id_and_nothing_of_the_body() {
+        let hook = of(
+            "{annotate: {resource: source.toolkit.fluxcd.io/v1/gitrepositories, namespace: n, name: app, \
+                       annotation: reconcile.fluxcd.io/requestedAt}}",
+        );
+        let request = request(&hook, &message(), 1).unwrap();
+        assert_eq!(request.method, Method::PATCH);
+        assert_eq!(
+            request.target.path(),
+            "/apis/source.toolkit.fluxcd.io/v1/namespaces/n/gitrepositories/app"
+        );
+        let patch: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
+        let id = "00000000000000000000000000000001";
+        assert_eq!(patch, json!({"metadata": {"annotations": {"reconcile.fluxcd.io/requestedAt": id}}}));
+    }
+
+    #[test]
+    fn only_what_may_succeed_later_is_tried_again() {
+        assert_eq!(judge(204, b""), Sent::Done);
+        for status in [408, 429, 500, 503] {
+            assert!(matches!(judge(status, b"x"), Sent::Again(_)), "{status}");
+        }
+        for status in [301, 400, 401, 403, 404, 100] {
+            assert!(matches!(judge(status, b"x"), Sent::Dead(_)), "{status}");
+        }
+        let of_kubernetes = br#"{"kind":"Status","message":"services \"a\" is forbidden"}"#;
+        assert_eq!(judge(403, of_kubernetes), Sent::Dead("403: services \"a\" is forbidden".to_owned()));
+        assert_eq!(judge(400, b"secret"), Sent::Dead("400 of the receiver".to_owned()));
+        let of = |code, outcome: Option<Outcome>| {
+            let status = Status::new(code, "x");
+            failure(&match outcome {
+                Some(outcome) => status.with_outcome(outcome),
+                None => status,
+            })
+        };
+        assert!(matches!(of(Code::Unavailable, Some(Outcome::NotStarted)), Failed::NotSent(_)));
+        assert!(matches!(of(Code::Unavailable, Some(Outcome::Unknown)), Failed::Unknown(_)));
+        assert!(matches!(of(Code::PermissionDenied, None), Failed::Refused(_)));
+    }
+}

@@ -1,0 +1,16 @@
+//! The mailbox of this replica, and what it says to those of the others. The rules are in the crate
+//! [`mailbox`]; here are the clock, the lock and the private API.
+
+mod convert;
+mod metrics;
+mod post;
+mod readers;
+
+#[cfg(feature = "fuzzing")]
+pub use self::convert::fuzz;
+pub(crate) use self::{
+    convert::{MAX_MESSAGE, batch, header, header_to_wire, id, id_to_wire, replies},
+    metrics::MailboxMetrics,
+    post::{Deliver, Post, Sent},
+    readers::Readers,
+};

@@ -1,0 +1,387 @@
+//! The view hub: rows of objects of many clusters, kept fresh by one watch for each resource of each agent,
+//! however many look.
+//!
+//! A [`Feed`](feed::Feed) has the rows of one resource of one agent. A `reader` fills it from the first looker
+//! until `views.linger` after the last one. A [`Subscription`](subscription::Subscription) is one caller who
+//! looks: its `director` finds the agents that it selects, asks what the caller may see, and attaches feeds.
+//! What has changed since the caller last looked is found when it takes the next message, so a slow caller gets
+//! the newest state, and nothing is queued for it.
+
+mod director;
+mod feed;
+mod kind;
+mod metrics;
+mod question;
+mod reader;
+mod rights;
+mod service;
+mod source;
+mod subscription;
+mod summary;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use cluster::{Query, Tracker};
+use grpc::{Code, Status};
+use identity::Identity;
+use ids::{AgentId, ReplicaId};
+use parking_lot::Mutex;
+use process::lifecycle::Phase;
+use proto::kas::api::v1::UnansweredReplica;
+use tokio::{
+    sync::{Semaphore, watch},
+    task::AbortHandle,
+    time::Instant,
+};
+use views::{Definitions, Versions};
+
+pub use self::metrics::ViewMetrics;
+use self::{
+    feed::{Feed, FeedKey, Look, What},
+    kind::Kind,
+    reader::Reader,
+    source::Sources,
+    subscription::Wake,
+    summary::Pace,
+};
+pub(crate) use self::{question::Question, rights::ApiCaller, source::Tunnels, subscription::Subscription};
+use crate::connected::{connected, unanswered_replica};
+
+/// Lists of feeds without rows at once.
+const COLD: usize = 64;
+/// Subscriptions of one caller.
+const PER_CALLER: usize = 64;
+/// The largest file with views, in bytes.
+const LARGEST_FILE: usize = 1 << 20;
+/// Requests for summaries per second.
+const SUMMARIES: u32 = 100;
+
+/// Parses `bytes` as answers of an API server. For a fuzz target.
+#[cfg(feature = "fuzzing")]
+pub fn fuzz(bytes: &[u8]) {
+    reader::fuzz(bytes);
+}
+
+/// Reads the views of these files, beside those that are built in.
+///
+/// # Errors
+/// The index of a file that cannot be used, and why.
+pub(crate) fn definitions(files: &[PathBuf]) -> Result<Definitions, (usize, String)> {
+    let mut definitions = Definitions::default();
+    for (index, file) in files.iter().enumerate() {
+        let read = std::fs::read(file).map_err(|error| error.to_string()).and_then(|bytes| {
+            if bytes.len() > LARGEST_FILE {
+                return Err(format!("it has {} bytes, and at most {LARGEST_FILE} are allowed", bytes.len()));
+            }
+            let text = String::from_utf8(bytes).map_err(|_| "it is not UTF-8".to_owned())?;
+            let value = settings::yaml::parse(&text, settings::yaml::Size::Small);
+            let value = value.map_err(|problem| problem.to_string())?;
+            definitions.add(value).map_err(|error| error.to_string())
+        });
+        read.map_err(|why| (index, format!("{}: {why}", file.display())))?;
+    }
+    Ok(definitions)
+}
+
+/// The settings of the hub.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HubSettings {
+    /// The memory of the rows of all views, in bytes.
+    pub(crate) memory: usize,
+    /// How long rows are kept fresh that nobody looks at.
+    pub(crate) linger: Duration,
+}
+
+/// What the hub is made of.
+pub(crate) struct HubParts {
+    pub(crate) settings: HubSettings,
+    pub(crate) definitions: Definitions,
+    pub(crate) sources: Arc<dyn Sources>,
+    pub(crate) tracker: Arc<dyn Tracker>,
+    pub(crate) identity: Arc<dyn Identity>,
+    pub(crate) namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
+    /// This replica.
+    pub(crate) me: ReplicaId,
+    pub(crate) metrics: Arc<ViewMetrics>,
+    pub(crate) phase: watch::Receiver<Phase>,
+}
+
+/// The views of this replica.
+pub struct Hub {
+    settings: HubSettings,
+    definitions: Definitions,
+    sources: Arc<dyn Sources>,
+    tracker: Arc<dyn Tracker>,
+    identity: Arc<dyn Identity>,
+    /// The only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or not known here.
+    namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
+    me: ReplicaId,
+    /// Tells this process from others of the same name.
+    epoch: u64,
+    metrics: Arc<ViewMetrics>,
+    phase: watch::Receiver<Phase>,
+    feeds: Mutex<HashMap<FeedKey, Running>>,
+    cold: Semaphore,
+    versions: Versions,
+    /// The versions at which changes began that have not been told yet, and how many did.
+    begun: Mutex<BTreeMap<u64, usize>>,
+    bytes: AtomicUsize,
+    /// Of agents that have had a watch: as many as there are agents.
+    kinds: Mutex<HashMap<AgentId, Arc<Kind>>>,
+    lookers: AtomicU64,
+    callers: Mutex<HashMap<Arc<str>, usize>>,
+    summaries: Pace,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// A feed, and the task that reads it.
+struct Running {
+    feed: Arc<Feed>,
+    task: AbortHandle,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// An agent that a selector means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Selected {
+    pub(crate) id: AgentId,
+    pub(crate) name: String,
+    pub(crate) connected: bool,
+}
+
+impl Hub {
+    /// Nothing is read yet.
+    pub(crate) fn new(parts: HubParts) -> Arc<Self> {
+        let HubParts { settings, definitions, sources, tracker, identity, namespaces, me, metrics, phase } =
+            parts;
+        Arc::new(Self {
+            settings,
+            definitions,
+            sources,
+            tracker,
+            identity,
+            namespaces,
+            me,
+            epoch: rand::random(),
+            metrics,
+            phase,
+            feeds: Mutex::default(),
+            cold: Semaphore::new(COLD),
+            versions: Versions::default(),
+            begun: Mutex::default(),
+            bytes: AtomicUsize::new(0),
+            kinds: Mutex::default(),
+            lookers: AtomicU64::new(0),
+            callers: Mutex::default(),
+            summaries: Pace::new(SUMMARIES),
+        })
+    }
+
+    /// Returns the views that there are.
+    pub(crate) fn definitions(&self) -> &Definitions {
+        &self.definitions
+    }
+
+    /// Looks at a feed, which is read from now on.
+    fn look(self: &Arc<Self>, key: FeedKey, looker: u64, number: usize, wake: &Arc<Wake>) -> Look {
+        let mut feeds = self.feeds.lock();
+        if let Some(running) = feeds.get(&key)
+            && !running.feed.is_closed()
+        {
+            return Look::new(Arc::clone(&running.feed), looker, number, wake);
+        }
+        let feed = Feed::new(key.clone(), self);
+        let look = Look::new(Arc::clone(&feed), looker, number, wake);
+        let task = tokio::spawn(Arc::clone(self).keep(Arc::clone(&feed))).abort_handle();
+        feeds.insert(key, Running { feed, task });
+        look
+    }
+
+    /// Reads a feed until nobody has looked for a while.
+    async fn keep(self: Arc<Self>, feed: Arc<Feed>) {
+        let source = self.sources.open(feed.key.agent, None);
+        let (hub, of) = (Arc::clone(&self), Arc::clone(&feed));
+        let reading = async move {
+            match of.key.what.clone() {
+                What::Objects(resource) => Box::pin(Reader::new(hub, of, source, resource).run()).await,
+                What::Summary => summary::run(hub, of, source).await,
+            }
+        };
+        let mut linger = self.settings.linger;
+        tokio::select! {
+            // Its rows need too much memory. Who looks is told.
+            () = reading => linger = Duration::ZERO,
+            () = self.unused(&feed, linger) => return,
+        }
+        self.unused(&feed, linger).await;
+    }
+
+    /// Waits until nobody has looked at a feed for this long, and removes it.
+    async fn unused(&self, feed: &Arc<Feed>, linger: Duration) {
+        loop {
+            feed.idle(linger).await;
+            let mut feeds = self.feeds.lock();
+            // Somebody may look again.
+            if feed.idle_since().is_none() {
+                continue;
+            }
+            feed.close(self);
+            if feeds.get(&feed.key).is_some_and(|running| Arc::ptr_eq(&running.feed, feed)) {
+                // It ends this task, at its next await: that is the last one.
+                feeds.remove(&feed.key);
+            }
+            return;
+        }
+    }
+
+    /// Counts the bytes of a feed anew. Returns whether all of them fit.
+    fn count(&self, counted: &mut usize, bytes: usize) -> bool {
+        let before = std::mem::replace(counted, bytes);
+        self.bytes.fetch_add(bytes, Ordering::SeqCst);
+        let all = self.bytes.fetch_sub(before, Ordering::SeqCst).saturating_sub(before);
+        self.metrics.bytes.set(i64::try_from(all).unwrap_or(i64::MAX));
+        all <= self.settings.memory
+    }
+
+    /// Removes feeds that nobody looks at, the oldest first, until the rest fits. Returns whether it does.
+    fn make_room(&self, keep: &Feed) -> bool {
+        let mut feeds = self.feeds.lock();
+        let idle = feeds.values().filter(|running| !std::ptr::eq(&*running.feed, keep));
+        let mut idle: Vec<(Instant, FeedKey)> =
+            idle.filter_map(|running| Some((running.feed.idle_since()?, running.feed.key.clone()))).collect();
+        idle.sort_by_key(|(since, _)| *since);
+        for (_, key) in idle {
+            if self.bytes.load(Ordering::SeqCst) <= self.settings.memory {
+                break;
+            }
+            if let Some(running) = feeds.remove(&key) {
+                running.feed.close(self);
+            }
+        }
+        self.bytes.load(Ordering::SeqCst) <= self.settings.memory
+    }
+
+    /// A change begins. Until the value is dropped, [`told`](Self::told) is not above it.
+    fn begin_change(&self) -> Change<'_> {
+        let mut begun = self.begun.lock();
+        let version = self.versions.last();
+        *begun.entry(version).or_default() += 1;
+        Change { hub: self, version }
+    }
+
+    /// Returns a version: all changes up to it have been told to those who look.
+    fn told(&self) -> u64 {
+        let begun = self.begun.lock();
+        begun.keys().next().copied().unwrap_or_else(|| self.versions.last())
+    }
+
+    /// Wakes when an agent comes or goes.
+    fn changes_of(&self, agent: AgentId) -> watch::Receiver<()> {
+        self.tracker.changes(agent)
+    }
+
+    /// Returns what is known of the agentk of an agent.
+    fn kind_of(&self, agent: AgentId) -> Arc<Kind> {
+        Arc::clone(self.kinds.lock().entry(agent).or_default())
+    }
+
+    /// Begins a subscription of a caller.
+    ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED` if it has too many.
+    fn admit(self: &Arc<Self>, caller: &str) -> Result<Admitted, Status> {
+        let mut callers = self.callers.lock();
+        let caller: Arc<str> = caller.into();
+        let open = callers.entry(Arc::clone(&caller)).or_default();
+        if *open >= PER_CALLER {
+            let text = format!("this caller looks at {PER_CALLER} views of this kas, which is the most");
+            return Err(Status::new(Code::ResourceExhausted, text));
+        }
+        *open += 1;
+        self.metrics.subscriptions.inc();
+        Ok(Admitted { hub: Arc::clone(self), caller })
+    }
+
+    /// Returns the agents that a selector means, and the replicas that did not tell which ones they hold.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` if no replica could be asked.
+    async fn selected(
+        &self,
+        selector: &ids::Selector,
+    ) -> Result<(Vec<Selected>, Vec<UnansweredReplica>), Status> {
+        let all = connected(&*self.tracker, Query::All).await;
+        let all = all.map_err(|error| Status::new(Code::Unavailable, error.to_string()))?;
+        let mut agents: BTreeMap<AgentId, Selected> = BTreeMap::new();
+        let mut add = |id: AgentId, name: &str, project: i64, connected: bool| {
+            if selector.matches(id, Some(project), Some(name)) == ids::Match::Yes {
+                agents.insert(id, Selected { id, name: name.to_owned(), connected });
+            }
+        };
+        for agent in self.identity.agents() {
+            add(agent.id, &agent.name, agent.project_id, false);
+        }
+        for located in &all.connections {
+            let connection = &located.connection;
+            add(connection.agent, &connection.name, connection.project_id, true);
+        }
+        Ok((agents.into_values().collect(), all.unanswered.iter().map(unanswered_replica).collect()))
+    }
+}
+
+/// A change that has not been told yet, see [`Hub::begin_change`].
+struct Change<'a> {
+    hub: &'a Hub,
+    version: u64,
+}
+
+impl Drop for Change<'_> {
+    fn drop(&mut self) {
+        let mut begun = self.hub.begun.lock();
+        if let Some(count) = begun.get_mut(&self.version) {
+            *count -= 1;
+            if *count == 0 {
+                begun.remove(&self.version);
+            }
+        }
+    }
+}
+
+/// A caller's subscription counts until this is dropped.
+struct Admitted {
+    hub: Arc<Hub>,
+    caller: Arc<str>,
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        let mut callers = self.hub.callers.lock();
+        if let Some(open) = callers.get_mut(&self.caller) {
+            *open -= 1;
+            if *open == 0 {
+                callers.remove(&self.caller);
+            }
+        }
+        self.hub.metrics.subscriptions.dec();
+    }
+}

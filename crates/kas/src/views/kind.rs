@@ -1,0 +1,73 @@
+//! Which agents have watches that nothing can cancel.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+
+/// Watches of an agentk that cannot cancel them.
+const WATCHES: usize = 4;
+
+/// What is known of the agentk of an agent.
+#[derive(Debug)]
+pub(super) struct Kind {
+    /// Whether it can cancel requests; `None`: that is not known yet.
+    cancels: watch::Sender<Option<bool>>,
+    watches: Arc<Semaphore>,
+}
+
+/// Whether a watch may be opened.
+#[derive(Debug)]
+pub(super) enum Permit {
+    /// As many as there are: each can be cancelled.
+    NotNeeded,
+    /// This one, which must be kept until the watch has ended.
+    Given(OwnedSemaphorePermit),
+    /// There are as many as there may be.
+    None,
+}
+
+impl Default for Kind {
+    fn default() -> Self {
+        Self { cancels: watch::Sender::new(None), watches: Arc::new(Semaphore::new(WATCHES)) }
+    }
+}
+
+impl Kind {
+    /// Returns whether a watch may be opened. Until it is known whether the agentk can cancel requests, it waits
+    /// for a permit.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(super) async fn may_watch(&self) -> Permit {
+        let mut known = self.cancels.subscribe();
+        loop {
+            let cancels = *known.borrow_and_update();
+            let permit = Arc::clone(&self.watches).try_acquire_owned();
+            match (cancels, permit) {
+                (Some(true), _) => return Permit::NotNeeded,
+                (_, Ok(permit)) => return Permit::Given(permit),
+                (Some(false), Err(_)) => return Permit::None,
+                (None, Err(_)) => {}
+            }
+            tokio::select! {
+                // The sender lives as long as this.
+                _ = known.changed() => {}
+                permit = Arc::clone(&self.watches).acquire_owned() => {
+                    // The semaphore is never closed.
+                    return permit.map_or(Permit::None, Permit::Given);
+                }
+            }
+        }
+    }
+
+    /// Notes whether the agentk can cancel requests.
+    pub(super) fn cancels(&self, cancels: bool) {
+        self.cancels.send_if_modified(|known| known.replace(cancels) != Some(cancels));
+    }
+
+    /// Returns how many more watches may be opened that nothing can cancel.
+    #[cfg(test)]
+    pub(super) fn left(&self) -> usize {
+        self.watches.available_permits()
+    }
+}

@@ -1,0 +1,147 @@
+//! The API server of an agent, as views need it: lists, and watches.
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use cluster_call::{Cluster, ClusterSettings, Request, Watching};
+use grpc::{Code, Status};
+use http::Method;
+use ids::{AgentId, Impersonation, ReplicaId};
+use kube_request::Target;
+use observe::Observer;
+use routing::router::Router;
+
+/// How long a page of a list may take, and a watch until it begins. One that hangs keeps others waiting.
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a request may wait for a tunnel.
+const FIND: Duration = Duration::from_secs(10);
+/// The largest page of a list, in bytes, before and after it is unpacked. Larger ones are asked for with half
+/// as many objects.
+const MAX_PAGE: usize = 4 << 20;
+/// Lists of one agent at once.
+const AT_ONCE: usize = 8;
+
+/// A complete answer.
+#[derive(Debug, Clone)]
+pub(crate) struct Answer {
+    pub(crate) status: i32,
+    pub(crate) body: Bytes,
+}
+
+/// The API server of one agent.
+#[async_trait]
+pub(crate) trait Source: Send + Sync {
+    /// Asks for a list. `RESOURCE_EXHAUSTED`: the page is too large.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn get(&self, target: &str, accept: &str) -> Result<Answer, Status>;
+
+    /// Opens a watch. `for_old`: the target for an agentk that cannot cancel it.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn watch(&self, target: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status>;
+}
+
+/// An open watch.
+#[async_trait]
+pub(crate) trait Watched: Send {
+    fn status(&self) -> i32;
+
+    /// Whether it ends when it is dropped. If not, it occupies a tunnel until the API server ends it.
+    fn is_cancellable(&self) -> bool;
+
+    /// Reads the next bytes; `None`: the API server has ended it.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn data(&mut self) -> Result<Option<Bytes>, Status>;
+}
+
+/// The API servers of agents.
+pub(crate) trait Sources: Send + Sync {
+    /// Returns that of an agent. Requests run as `user`, or with agentk's rights.
+    fn open(&self, agent: AgentId, user: Option<Impersonation>) -> Arc<dyn Source>;
+}
+
+/// Those behind tunnels.
+pub(crate) struct Tunnels {
+    pub(crate) router: Arc<Router>,
+    pub(crate) observer: Arc<Observer>,
+    /// This replica.
+    pub(crate) me: ReplicaId,
+}
+
+impl Sources for Tunnels {
+    fn open(&self, agent: AgentId, user: Option<Impersonation>) -> Arc<dyn Source> {
+        let settings = ClusterSettings {
+            agent,
+            task: "views".to_owned(),
+            source: "views",
+            // The replica is named, so that the API server's audit log tells watches apart.
+            user_agent: format!("kas/views:{}", self.me),
+            impersonation: user,
+            timeout: TIMEOUT,
+            find: FIND,
+            at_once: AT_ONCE,
+            max_body: MAX_PAGE,
+        };
+        Arc::new(Tunnel(Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings)))
+    }
+}
+
+/// The API server at the end of a tunnel.
+struct Tunnel(Cluster);
+
+fn target(text: &str) -> Result<Target, Status> {
+    let parsed = Target::parse(text.to_owned());
+    parsed.map_err(|error| Status::new(Code::InvalidArgument, format!("{text}: {error}")))
+}
+
+#[async_trait]
+impl Source for Tunnel {
+    async fn get(&self, path: &str, accept: &str) -> Result<Answer, Status> {
+        let request = Request::new(Method::GET, target(path)?)
+            .header("Accept", accept)
+            .header("Accept-Encoding", "gzip");
+        let answer = self.0.send(request).await?;
+        let is_gzip =
+            answer.header("Content-Encoding").is_some_and(|value| value.eq_ignore_ascii_case("gzip"));
+        if !is_gzip {
+            return Ok(Answer { status: answer.status, body: answer.body });
+        }
+        let (status, body) = (answer.status, answer.body);
+        let inflated = tokio::task::spawn_blocking(move || grpc::gzip::inflate(body, MAX_PAGE)).await;
+        let body = match inflated {
+            Ok(Ok(body)) => body,
+            Ok(Err(error @ grpc::gzip::Error::TooLarge(_))) => {
+                return Err(Status::new(Code::ResourceExhausted, error.to_string()));
+            }
+            Ok(Err(error)) => return Err(Status::new(Code::Internal, error.to_string())),
+            Err(error) => return Err(Status::new(Code::Internal, error.to_string())),
+        };
+        Ok(Answer { status, body })
+    }
+
+    async fn watch(&self, path: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
+        let request = Request::new(Method::GET, target(path)?).header("Accept", accept);
+        Ok(Box::new(self.0.watch(request, target(for_old)?).await?))
+    }
+}
+
+#[async_trait]
+impl Watched for Watching {
+    fn status(&self) -> i32 {
+        Watching::status(self)
+    }
+
+    fn is_cancellable(&self) -> bool {
+        Watching::is_cancellable(self)
+    }
+
+    async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        Watching::data(self).await
+    }
+}

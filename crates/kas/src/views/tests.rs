@@ -1,0 +1,401 @@
+//! Tests of the hub against a played API server. Time is that of tokio, and stands still.
+
+mod world;
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use grpc::Code;
+use process::lifecycle::Phase;
+use tokio::time::{Instant, sleep};
+
+use self::world::{Lab, Played};
+
+#[tokio::test(start_paused = true)]
+async fn rows_are_those_of_the_api_server_and_one_watch_serves_all_callers() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    for n in 0..1_200 {
+        world.put("shop", &format!("web-{n:04}"), "Running", n % 5);
+    }
+    let mut first = lab.ask(|_| {});
+    let synced = first.synced().await.unwrap();
+    assert_eq!((synced.unanswered.len(), synced.truncated), (0, false));
+    assert_eq!(first.columns, ["Ready", "Status", "Restarts", "Age"]);
+    assert_eq!(first.pods(), world.truth());
+    assert_eq!(world.lists.load(Ordering::SeqCst), 3, "three pages");
+    let mut others: Vec<_> = (0..50).map(|_| lab.ask(|_| {})).collect();
+    for other in &mut others {
+        other.synced().await.unwrap();
+        assert_eq!(other.rows, first.rows);
+    }
+    world.put("shop", "new", "Pending", 0);
+    world.put("shop", "web-0007", "Failed", 9);
+    world.delete("shop", "web-0008");
+    for client in others.iter_mut().chain([&mut first]) {
+        client.until("the changes", |client| client.pods() == world.truth()).await;
+    }
+    assert_eq!((first.received, first.removed), (1_202, 1));
+    assert_eq!((world.lists.load(Ordering::SeqCst), world.watches.load(Ordering::SeqCst)), (3, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_breaks_goes_on_where_it_was() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    let lists = world.lists.load(Ordering::SeqCst);
+    world.cut();
+    client.until("it is stale", |client| client.agents[&1].state == "stale").await;
+    world.put("shop", "b", "Running", 0);
+    world.delete("shop", "a");
+    client.until("it is live", |client| client.agents[&1].state == "live").await;
+    client.until("the changes", |client| client.pods() == world.truth()).await;
+    assert_eq!((world.lists.load(Ordering::SeqCst), client.resets), (lists, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_version_that_is_too_old_lists_again_and_only_differences_go_out() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    for n in 0..700 {
+        world.put("shop", &format!("web-{n}"), "Running", 0);
+    }
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    let received = client.received;
+    world.cut();
+    world.put("shop", "web-3", "Failed", 1);
+    world.put("shop", "new", "Running", 0);
+    world.delete("shop", "web-5");
+    world.compact();
+    client.until("the changes", |client| client.pods() == world.truth()).await;
+    assert_eq!((client.received - received, client.removed, client.resets), (2, 1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_back_gets_what_has_changed_or_everything() {
+    let lab = Lab::new(2);
+    let world = lab.world();
+    for n in 0..300 {
+        world.put("shop", &format!("web-{n}"), "Running", 0);
+        lab.worlds[&2].put("shop", &format!("db-{n}"), "Running", 0);
+    }
+    let mut client = lab.ask(|_| {});
+    let token = client.synced().await.unwrap().resume;
+    let mut rows = std::mem::take(&mut client.rows);
+    drop(client);
+    world.put("shop", "web-3", "Failed", 1);
+    world.delete("shop", "web-5");
+    sleep(Duration::from_secs(1)).await;
+    let mut again = lab.ask(|request| request.resume = token.clone());
+    again.rows = rows.clone();
+    let second = again.synced().await.unwrap().resume;
+    assert_eq!((again.received, again.removed, again.resets), (1, 1, 0));
+    assert_eq!(again.pods(), world.truth());
+    rows.clone_from(&again.rows);
+    drop(again);
+    // More changes than are remembered.
+    for n in 0..5_000 {
+        world.put("shop", "web-3", "Failed", n);
+    }
+    world.delete("shop", "web-9");
+    sleep(Duration::from_secs(1)).await;
+    let mut late = lab.ask(|request| request.resume = second.clone());
+    late.rows = rows;
+    late.synced().await.unwrap();
+    assert_eq!((late.resets, late.rows.len()), (1, 598));
+    assert_eq!(late.pods(), world.truth());
+    // Another question, another replica, another text.
+    let mut other = lab.ask(|request| {
+        request.resume = second.clone();
+        request.filter = "status=Failed".to_owned();
+    });
+    other.synced().await.unwrap();
+    assert_eq!((other.resets, other.rows.len()), (1, 1));
+    let elsewhere = Lab::new(2);
+    let mut other = elsewhere.ask(|request| request.resume = second);
+    other.synced().await.unwrap();
+    assert_eq!(other.resets, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_back_when_an_agent_is_gone_begins_anew() {
+    let lab = Lab::new(2);
+    lab.world().put("shop", "a", "Running", 0);
+    lab.worlds[&2].put("shop", "b", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    let token = client.synced().await.unwrap().resume;
+    drop(client);
+    lab.disconnect(2);
+    let mut again = lab.ask(|request| request.resume = token);
+    let synced = again.synced().await.unwrap();
+    assert_eq!((again.resets, again.rows.len()), (1, 1));
+    assert_eq!(synced.unanswered[0].id, 2);
+    assert_eq!(again.agents[&2].state, "absent");
+    // It is looked at as soon as it is there.
+    lab.connect(2);
+    again.until("the agent is back", |client| client.rows.len() == 2).await;
+    assert_eq!(again.agents[&2].state, "live");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_caller_gets_the_newest_state() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    let received = client.received;
+    for n in 0..20_000 {
+        world.put("shop", "a", "Running", n);
+        if n % 1_000 == 0 {
+            sleep(Duration::from_millis(100)).await;
+        }
+    }
+    sleep(Duration::from_secs(1)).await;
+    client.until("the last change", |client| client.rows.values().all(|row| row[2] == "19999")).await;
+    assert_eq!(client.received - received, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_see_only_what_they_may() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.put("bank", "b", "Running", 0);
+    let mut all = lab.ask_as(Played::new(&[""]), |_| {});
+    all.synced().await.unwrap();
+    assert_eq!(all.rows.len(), 2);
+    let mut none = lab.ask_as(Played::new(&[]), |_| {});
+    let synced = none.synced().await.unwrap();
+    assert_eq!((none.rows.len(), &*none.agents[&1].state), (0, "forbidden"));
+    assert!(synced.unanswered[0].reason.contains("forbidden"), "{synced:?}");
+    // Without a namespace, nothing is guessed.
+    let mut unnamed = lab.ask_as(Played::new(&["shop"]), |_| {});
+    unnamed.synced().await.unwrap();
+    assert_eq!(unnamed.rows.len(), 0);
+    let both = vec!["shop".to_owned(), "bank".to_owned()];
+    let mut some = lab.ask_as(Played::new(&["shop"]), |request| request.namespaces = both);
+    some.synced().await.unwrap();
+    assert_eq!(some.rows.keys().map(|key| &*key.2).collect::<Vec<_>>(), ["a"]);
+    world.put("bank", "c", "Running", 0);
+    world.put("shop", "d", "Running", 0);
+    some.until("the change", |client| client.rows.len() == 2).await;
+    assert!(some.rows.keys().all(|key| key.1 == "shop"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn rights_that_are_withdrawn_end_the_subscription() {
+    let lab = Lab::new(1);
+    lab.world().put("shop", "a", "Running", 0);
+    let rights = Played::new(&[""]);
+    let mut client = lab.ask_as(rights.clone(), |_| {});
+    client.synced().await.unwrap();
+    let from = Instant::now();
+    rights.namespaces.lock().clear();
+    let status = client.synced().await.unwrap_err();
+    assert_eq!(status.code(), Code::PermissionDenied);
+    assert!(from.elapsed() <= Duration::from_secs(61), "{:?}", from.elapsed());
+    assert!(client.subscription.next().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_an_answer_about_rights_the_subscription_ends_after_minutes() {
+    let lab = Lab::new(1);
+    lab.world().put("shop", "a", "Running", 0);
+    let rights = Played::new(&[""]);
+    let mut client = lab.ask_as(rights.clone(), |_| {});
+    client.synced().await.unwrap();
+    let from = Instant::now();
+    rights.silent.store(true, Ordering::SeqCst);
+    let status = client.synced().await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+    let minutes = from.elapsed().as_secs() / 60;
+    assert!((5..=6).contains(&minutes), "{:?}", from.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_that_do_not_fit_into_the_memory_end_the_subscription() {
+    let lab = Lab::with(2, 100_000);
+    for n in 0..200 {
+        lab.world().put("shop", &format!("web-{n}"), "Running", 0);
+    }
+    for n in 0..300 {
+        lab.worlds[&2].put("shop", &format!("db-{n}"), "Running", 0);
+    }
+    let mut first = lab.ask(|request| request.agents = "id=1".to_owned());
+    first.synced().await.unwrap();
+    let mut second = lab.ask(|request| request.agents = "id=2".to_owned());
+    let status = second.synced().await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().contains("views.memory"), "{status:?}");
+    // Once nobody looks at the others, they make room.
+    drop((first, second));
+    sleep(Duration::from_secs(1)).await;
+    let mut third = lab.ask(|request| request.agents = "id=2".to_owned());
+    third.synced().await.unwrap();
+    assert_eq!(third.rows.len(), 300);
+    assert_eq!(lab.hub.feeds.lock().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn feeds_are_read_until_a_while_after_the_last_caller() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    drop(client);
+    sleep(Duration::from_secs(299)).await;
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    assert_eq!(world.watches.load(Ordering::SeqCst), 1, "it was still read");
+    drop(client);
+    sleep(Duration::from_secs(301)).await;
+    assert_eq!((lab.hub.feeds.lock().len(), world.open.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!(lab.hub.bytes.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn large_pages_are_asked_for_in_halves_and_a_server_without_tables_sends_names() {
+    let lab = Lab::new(2);
+    lab.world().fits.store(40, Ordering::SeqCst);
+    lab.worlds[&2].prints.store(false, Ordering::SeqCst);
+    for n in 0..100 {
+        lab.world().put("shop", &format!("web-{n}"), "Running", 0);
+        lab.worlds[&2].put("shop", &format!("db-{n}"), "Running", 0);
+    }
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    assert_eq!(client.rows.len(), 200);
+    assert_eq!(client.pods(), lab.world().truth());
+    assert!(client.rows.iter().filter(|(key, _)| key.0 == 2).all(|(_, cells)| cells.is_empty()));
+    lab.worlds[&2].delete("shop", "db-7");
+    client.until("the change", |client| client.rows.len() == 199).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agentk_that_cannot_cancel_has_four_watches_and_they_are_read_to_their_end() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.cancels.store(false, Ordering::SeqCst);
+    let names: Vec<String> = (0..6).map(|n| format!("ns-{n}")).collect();
+    for name in &names {
+        world.put(name, "a", "Running", 0);
+    }
+    let mut client = lab.ask(|request| request.namespaces.clone_from(&names));
+    client.until("all rows", |client| client.rows.len() == 6).await;
+    sleep(Duration::from_secs(1)).await;
+    assert!(world.open.load(Ordering::SeqCst) <= 4, "{} watches", world.open.load(Ordering::SeqCst));
+    for name in &names {
+        world.put(name, "b", "Running", 0);
+    }
+    // Those without a watch are listed again.
+    client.until("all changes", |client| client.rows.len() == 12).await;
+    drop(client);
+    // Nothing cancels them, so that their tunnels stay counted.
+    sleep(Duration::from_secs(310)).await;
+    assert_eq!(lab.hub.feeds.lock().len(), 0);
+    let kind = lab.hub.kind_of(world::agent(1));
+    assert!(kind.left() < 4);
+    sleep(Duration::from_secs(200)).await;
+    assert_eq!((kind.left(), world.open.load(Ordering::SeqCst)), (4, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_of_the_api_server_are_told_and_tried_again() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.refuses.store(403, Ordering::SeqCst);
+    let mut client = lab.ask(|_| {});
+    let synced = client.synced().await.unwrap();
+    assert_eq!(synced.unanswered[0].reason, "forbidden: played");
+    world.refuses.store(0, Ordering::SeqCst);
+    client.until("the rows", |client| client.pods() == world.truth()).await;
+    client.until("it is live", |client| client.agents[&1].state == "live").await;
+    world.refuses.store(503, Ordering::SeqCst);
+    world.compact();
+    client.until("it is stale", |client| client.agents[&1].state == "stale").await;
+    assert_eq!(client.rows.len(), 1, "the rows of before stay");
+}
+
+#[tokio::test(start_paused = true)]
+async fn filters_labels_and_columns_choose_and_wrong_ones_are_told() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "web-1", "Running", 5);
+    world.put("shop", "web-2", "Pending", 0);
+    world.put("shop", "db-1", "Running", 4);
+    let mut client = lab.ask(|request| {
+        request.filter = "restarts>3,phase=Running".to_owned();
+        request.label_selector = "app=web".to_owned();
+        request.columns = vec!["ip".to_owned(), "STATUS".to_owned()];
+    });
+    client.synced().await.unwrap();
+    assert_eq!(client.columns, ["IP", "Status"]);
+    let rows: Vec<_> = client.rows.iter().map(|(key, cells)| (&*key.2, cells.join(" "))).collect();
+    assert_eq!(rows, [("web-1", "10.0.0.1 Running".to_owned())]);
+    world.put("shop", "web-1", "Running", 1);
+    world.put("shop", "web-2", "Running", 7);
+    client.until("another row", |client| client.rows.len() == 1 && client.removed == 1).await;
+    client.until("another row", |client| client.rows.keys().any(|key| key.2 == "web-2")).await;
+    for change in [
+        |request: &mut proto::kas::api::v1::WatchViewRequest| request.filter = "colour=red".to_owned(),
+        |request: &mut proto::kas::api::v1::WatchViewRequest| request.columns = vec!["Colour".to_owned()],
+    ] {
+        let status = lab.ask(change).synced().await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("Restarts"), "{status:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_rows_than_asked_for_are_left_out_and_told() {
+    let lab = Lab::new(1);
+    for n in 0..20 {
+        lab.world().put("shop", &format!("web-{n}"), "Running", 0);
+    }
+    let mut client = lab.ask(|request| request.max_rows = 7);
+    let synced = client.synced().await.unwrap();
+    assert_eq!((client.rows.len(), synced.truncated, synced.resume.is_empty()), (7, true, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_has_64_subscriptions_and_a_shutdown_ends_them() {
+    let lab = Lab::new(1);
+    let all: Vec<_> = (0..64).map(|_| lab.ask(|_| {})).collect();
+    let status = lab.try_ask(Arc::new(super::ApiCaller), |_| {}).err().unwrap();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    drop(all);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    lab.lifecycle.advance(Phase::Leaving);
+    let status = client.synced().await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_summary_counts_objects_of_each_agent() {
+    let lab = Lab::new(2);
+    for n in 0..30 {
+        lab.world().put("shop", &format!("web-{n}"), "Running", 0);
+    }
+    let mut client = lab.ask(|request| request.view = "summary".to_owned());
+    client.synced().await.unwrap();
+    assert_eq!(client.columns, ["Nodes", "Namespaces", "Pods", "Deployments"]);
+    let row = client.rows.get(&(1, String::new(), "1".to_owned())).unwrap();
+    assert_eq!(row[2], "30");
+    assert_eq!(client.rows.len(), 2);
+    lab.world().delete("shop", "web-0");
+    client
+        .until("the next count", |client| {
+            client.rows.get(&(1, String::new(), "1".to_owned())).is_some_and(|row| row[2] == "29")
+        })
+        .await;
+}

@@ -1,0 +1,54 @@
+//! Arguments of `get`.
+
+use clap::Args;
+
+pub(super) const GET_HELP: &str = "\
+Examples:
+  kasctl get pods --agents all
+  kasctl get pods --agents name=prod-* -n shop -l app=web --watch
+  kasctl get pods --agents id=7 --filter 'restarts>3,phase!=Running' --columns status,restarts,node
+  kasctl get workloads --agents project=3
+  kasctl get summary --agents all                 numbers of nodes, namespaces, pods and deployments
+  kasctl get nodes --agents all -o json | jq -r '.rows[] | select(.cells.Status != \"Ready\").name'
+
+Built-in views are nodes, pods, workloads, events and summary; views.files of kas may name more. Rows and columns \
+are those of kubectl get. An agent that did not answer, or whose rows are not up to date, is named on standard \
+error, and the exit code is 6.
+
+With --watch, rows start with an event: present (there before), added, changed or removed.
+
+JSON is stable: fields may be added, but are not changed or removed.
+  {\"columns\": [{\"name\", \"type\"}], \"rows\": [{\"agent_id\", \"agent\", \"resource\", \"namespace\", \"name\", \"uid\",
+   \"time\", \"cells\": {\"Title\": \"text\"}}], \"unanswered\": [{\"id\", \"name\", \"reason\"}],
+   \"replicas\": [{\"address\":{\"ip\",\"port\"}, \"reason\"}], \"truncated\"}
+With --watch, one line for each event: columns, upserted {\"row\"}, removed {\"row\"}, reset (all rows before it count no \
+more), agent {\"id\", \"name\", \"state\", \"reason\"} and synced (everything was sent).";
+
+/// Arguments of `get`.
+#[derive(Debug, Args)]
+pub(crate) struct GetArgs {
+    /// Name of the view, such as pods
+    #[arg(value_name = "VIEW")]
+    pub(crate) view: String,
+    /// Which agents: all, or id=7|9, project=3, name=prod-*, joined by commas
+    #[arg(long, value_name = "SELECTOR")]
+    pub(crate) agents: String,
+    /// Only this namespace; may be repeated [default: all]
+    #[arg(short, long = "namespace", value_name = "NAMESPACE")]
+    pub(crate) namespaces: Vec<String>,
+    /// Only objects with these labels, in the syntax of kubectl
+    #[arg(short = 'l', long, value_name = "SELECTOR")]
+    pub(crate) selector: Option<String>,
+    /// Only rows with these cells, such as restarts>3,phase!=Running
+    #[arg(long, value_name = "FILTER")]
+    pub(crate) filter: Option<String>,
+    /// Titles of columns, separated by commas; * for all [default: those of the view]
+    #[arg(long, value_name = "TITLES", value_delimiter = ',')]
+    pub(crate) columns: Vec<String>,
+    /// The most rows [default: 100000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) max_rows: Option<u32>,
+    /// Keep printing changes until Ctrl-C
+    #[arg(short, long)]
+    pub(crate) watch: bool,
+}

@@ -1,0 +1,352 @@
+//! [`Store`]: the rows of one resource of one cluster, and their last changes.
+
+use std::{
+    collections::{BTreeMap, HashSet, VecDeque},
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use crate::{
+    table::{Columns, NewRow, Page},
+    texts::{Text, Texts},
+};
+
+/// The changes that are remembered.
+const LOG: usize = 4_096;
+/// What a row takes beside its texts: its entry, the tree around it, its key, and what the allocator adds.
+const ROW: usize = 168;
+/// What a change takes.
+const CHANGE: usize = 32;
+
+/// Numbers of changes, of all stores of a process. Each is given once.
+#[derive(Debug, Default)]
+pub struct Versions(AtomicU64);
+
+impl Versions {
+    /// Returns the last number that was given.
+    pub fn last(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    fn next(&self) -> u64 {
+        self.0.fetch_add(1, Ordering::SeqCst) + 1
+    }
+}
+
+/// Names a row of a [`Store`].
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    /// The namespace; empty: the object has none.
+    pub namespace: Arc<str>,
+    /// The name of the object.
+    pub name: Box<str>,
+}
+
+/// The uid of an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Uid {
+    /// As Kubernetes makes them.
+    Uuid(u128),
+    /// Another text.
+    Other(Box<str>),
+}
+
+impl Uid {
+    /// Reads a uid.
+    pub fn new(text: &str) -> Self {
+        Self::uuid(text).unwrap_or_else(|| Self::Other(text.into()))
+    }
+
+    fn uuid(text: &str) -> Option<Self> {
+        let bytes = text.as_bytes();
+        let is_dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);
+        let is_legal = |(at, byte): (usize, &u8)| match is_dash(at) {
+            true => *byte == b'-',
+            false => byte.is_ascii_digit() || matches!(byte, b'a'..=b'f'),
+        };
+        if bytes.len() != 36 || !bytes.iter().enumerate().all(is_legal) {
+            return None;
+        }
+        let digits: String = text.chars().filter(|c| *c != '-').collect();
+        u128::from_str_radix(&digits, 16).ok().map(Self::Uuid)
+    }
+}
+
+impl fmt::Display for Uid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Other(text) => f.write_str(text),
+            Self::Uuid(number) => {
+                let part = |from: u32, digits: u32| (number >> (128 - from - digits)) & ((1 << digits) - 1);
+                write!(
+                    f,
+                    "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",
+                    part(0, 32),
+                    part(32, 16),
+                    part(48, 16),
+                    part(64, 16),
+                    part(80, 48)
+                )
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Row {
+    uid: Uid,
+    resource_version: u64,
+    time: i64,
+    labels: Text,
+    cells: Box<[Text]>,
+    namespace: Text,
+}
+
+/// A row.
+#[derive(Debug, Clone, Copy)]
+pub struct RowRef<'a> {
+    texts: &'a Texts,
+    key: &'a Key,
+    row: &'a Row,
+}
+
+impl<'a> RowRef<'a> {
+    /// Returns the namespace; empty: the object has none.
+    pub fn namespace(&self) -> &'a str {
+        &self.key.namespace
+    }
+
+    /// Returns the name of the object.
+    pub fn name(&self) -> &'a str {
+        &self.key.name
+    }
+
+    /// Returns the uid of the object.
+    pub fn uid(&self) -> &'a Uid {
+        &self.row.uid
+    }
+
+    /// Returns the version of the object; 0: it is no number.
+    pub fn resource_version(&self) -> u64 {
+        self.row.resource_version
+    }
+
+    /// Returns its time, in seconds since 1970; 0: not known.
+    pub fn time(&self) -> i64 {
+        self.row.time
+    }
+
+    /// Returns the labels, `key=value` joined by commas.
+    pub fn labels(&self) -> &'a str {
+        self.texts.get(self.row.labels)
+    }
+
+    /// Returns a cell; empty if there is none.
+    pub fn cell(&self, at: usize) -> &'a str {
+        self.row.cells.get(at).map_or("", |text| self.texts.get(*text))
+    }
+}
+
+/// What has changed since a version.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Since {
+    /// Rows were changed or removed: these.
+    Changes(Vec<Arc<Key>>),
+    /// That is not known: all rows must be read anew.
+    Unknown,
+}
+
+/// A list that is being read again: its end removes the rows that it does not have.
+#[derive(Debug, Default)]
+pub struct Listing {
+    seen: HashSet<Arc<Key>>,
+}
+
+/// The rows of one resource, of one cluster or a namespace of it.
+#[derive(Debug)]
+pub struct Store {
+    columns: Columns,
+    rows: BTreeMap<Arc<Key>, Row>,
+    texts: Texts,
+    log: VecDeque<(u64, Arc<Key>)>,
+    /// Changes up to this version are not known any more.
+    forgotten: u64,
+    bytes: usize,
+}
+
+impl Store {
+    /// Returns a store without rows. Nothing is known of a time before.
+    pub fn new(versions: &Versions) -> Self {
+        Self {
+            columns: Columns::default(),
+            rows: BTreeMap::new(),
+            texts: Texts::default(),
+            log: VecDeque::new(),
+            forgotten: versions.next(),
+            bytes: 0,
+        }
+    }
+
+    /// Returns the columns of the rows; none if there has been no list yet.
+    pub fn columns(&self) -> &Columns {
+        &self.columns
+    }
+
+    /// Returns how many rows there are.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are no rows.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Returns how many bytes of memory the rows and changes take, about.
+    pub fn bytes(&self) -> usize {
+        self.bytes + self.texts.bytes() + self.log.len() * CHANGE
+    }
+
+    /// Returns the names of all rows, by namespace and name.
+    pub fn keys(&self) -> impl Iterator<Item = &Arc<Key>> {
+        self.rows.keys()
+    }
+
+    /// Returns a row; `None`: it is gone.
+    pub fn row<'a>(&'a self, key: &'a Key) -> Option<RowRef<'a>> {
+        Some(RowRef { texts: &self.texts, key, row: self.rows.get(key)? })
+    }
+
+    /// Returns which rows have changed since a version.
+    pub fn since(&self, version: u64) -> Since {
+        if version < self.forgotten {
+            return Since::Unknown;
+        }
+        let new = self.log.iter().rev().take_while(|(at, _)| *at > version);
+        let mut seen = HashSet::new();
+        let mut changed: Vec<Arc<Key>> =
+            new.filter(|(_, key)| seen.insert(&**key)).map(|(_, key)| Arc::clone(key)).collect();
+        changed.reverse();
+        Since::Changes(changed)
+    }
+
+    /// Takes a page of a list. Other columns than before replace all rows. Returns whether the list must be
+    /// begun anew, because they changed between its pages.
+    #[must_use]
+    pub fn page(&mut self, page: Page, listing: &mut Listing, versions: &Versions) -> bool {
+        if page.columns != self.columns {
+            self.clear(versions);
+            self.columns = page.columns;
+            if !listing.seen.is_empty() {
+                return true;
+            }
+        }
+        for row in page.rows {
+            let key = self.upsert(row, versions);
+            listing.seen.insert(key);
+        }
+        false
+    }
+
+    /// Removes the rows that a complete list did not have.
+    pub fn listed(&mut self, listing: &Listing, versions: &Versions) {
+        let gone: Vec<Arc<Key>> =
+            self.rows.keys().filter(|key| !listing.seen.contains(*key)).cloned().collect();
+        for key in gone {
+            self.remove(&key, versions);
+        }
+    }
+
+    /// Removes all rows. Readers must read everything anew.
+    pub fn clear(&mut self, versions: &Versions) {
+        *self = Self { columns: std::mem::take(&mut self.columns), ..Self::new(versions) };
+    }
+
+    /// Adds or replaces a row. Nothing changes if it is equal.
+    pub fn upsert(&mut self, new: NewRow, versions: &Versions) -> Arc<Key> {
+        let key = Key { namespace: new.namespace.as_str().into(), name: new.name.into() };
+        let cells = new.cells.len().min(self.columns.cells());
+        if let Some((known, row)) = self.rows.get_key_value(&key) {
+            let is_equal = row.uid == new.uid
+                && row.resource_version == new.resource_version
+                && row.time == new.time
+                && self.texts.get(row.labels) == new.labels
+                && row.cells.len() == cells
+                && row.cells.iter().zip(&new.cells).all(|(old, new)| self.texts.get(*old) == new);
+            let known = Arc::clone(known);
+            if is_equal {
+                return known;
+            }
+            self.take(&known);
+            self.put(
+                Arc::clone(&known),
+                new.uid,
+                new.resource_version,
+                new.time,
+                &new.labels,
+                new.cells.get(..cells).unwrap_or_default(),
+            );
+            self.note(Arc::clone(&known), versions);
+            return known;
+        }
+        // One text of a namespace for all of its rows.
+        let namespace = self.texts.add(&new.namespace);
+        let key = Arc::new(Key { namespace: self.texts.shared(namespace), name: key.name });
+        self.put(
+            Arc::clone(&key),
+            new.uid,
+            new.resource_version,
+            new.time,
+            &new.labels,
+            new.cells.get(..cells).unwrap_or_default(),
+        );
+        self.texts.remove(namespace);
+        self.note(Arc::clone(&key), versions);
+        key
+    }
+
+    /// Removes a row, if it is there.
+    pub fn remove(&mut self, key: &Key, versions: &Versions) {
+        if let Some(known) = self.take(key) {
+            self.note(known, versions);
+        }
+    }
+
+    fn put(&mut self, key: Arc<Key>, uid: Uid, version: u64, time: i64, labels: &str, cells: &[String]) {
+        self.bytes += Self::cost(&key, cells.len());
+        let row = Row {
+            uid,
+            resource_version: version,
+            time,
+            namespace: self.texts.add(&key.namespace),
+            labels: self.texts.add(labels),
+            cells: cells.iter().map(|cell| self.texts.add(cell)).collect(),
+        };
+        self.rows.insert(key, row);
+    }
+
+    fn take(&mut self, key: &Key) -> Option<Arc<Key>> {
+        let (known, row) = self.rows.remove_entry(key)?;
+        self.bytes = self.bytes.saturating_sub(Self::cost(&known, row.cells.len()));
+        for text in row.cells.iter().chain([&row.labels, &row.namespace]) {
+            self.texts.remove(*text);
+        }
+        Some(known)
+    }
+
+    fn cost(key: &Key, cells: usize) -> usize {
+        ROW + key.name.len() + cells * size_of::<Text>()
+    }
+
+    fn note(&mut self, key: Arc<Key>, versions: &Versions) {
+        if self.log.len() >= LOG
+            && let Some((version, _)) = self.log.pop_front()
+        {
+            self.forgotten = version;
+        }
+        self.log.push_back((versions.next(), key));
+    }
+}

@@ -1,0 +1,527 @@
+//! What an API server answers to a list or a watch of rows.
+//!
+//! The API server prints objects itself, as for `kubectl get` ([`Form::Table`]). One that cannot sends only
+//! metadata ([`Form::Metadata`]). Events come as objects ([`Form::Events`]), because their printed ages would
+//! be those of the moment when they were printed.
+
+use std::fmt::Write as _;
+
+use serde::Deserialize;
+use serde_json::Value;
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+
+use crate::{definition::Form, store::Uid};
+
+/// The most columns of a table.
+pub const MOST_COLUMNS: usize = 64;
+/// The longest cell, in bytes. The rest of a longer one is cut off.
+pub const LONGEST_CELL: usize = 4 * 1024;
+/// The longest name of an object, a namespace or a column, in bytes.
+const LONGEST_NAME: usize = 1024;
+/// The longest text of all labels of an object, in bytes. An object with more counts as one without.
+const LONGEST_LABELS: usize = 16 * 1024;
+/// The longest continuation token or version, in bytes.
+const LONGEST_TOKEN: usize = 64 * 1024;
+/// What is printed of an error of the API server, in bytes.
+const LONGEST_MESSAGE: usize = 1024;
+
+/// A column of a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Column {
+    /// The title, such as `Restarts`.
+    pub name: String,
+    /// `string`, `integer`, `number`, `boolean` or `date`.
+    pub kind: String,
+    /// It is shown only if it is asked for, as by `kubectl get -o wide`.
+    pub is_wide: bool,
+    /// Where its cells are.
+    pub source: Source,
+}
+
+/// Where the cells of a column are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// The cell of a row with this number.
+    Cell(usize),
+    /// It is the age of the row, which is made of its time.
+    Age,
+}
+
+/// The columns of rows. The name of an object is none of them, because every row has it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Columns(Vec<Column>);
+
+impl Columns {
+    /// Returns all of them, in their order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Column> {
+        self.0.iter()
+    }
+
+    /// Returns how many cells a row has.
+    pub fn cells(&self) -> usize {
+        self.0.iter().filter(|column| matches!(column.source, Source::Cell(_))).count()
+    }
+
+    /// Returns columns of texts with these titles; the titles of ages are empty.
+    pub fn new<'a>(names: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+        let mut cells = 0;
+        let column = |(name, kind): (&str, &str)| {
+            let source = if kind == "age" { Source::Age } else { Source::Cell(cells) };
+            cells += usize::from(kind != "age");
+            Column { name: name.to_owned(), kind: kind.to_owned(), is_wide: false, source }
+        };
+        Self(names.into_iter().map(column).collect())
+    }
+}
+
+/// A row as it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewRow {
+    /// The namespace; empty: the object has none.
+    pub namespace: String,
+    /// The name of the object.
+    pub name: String,
+    /// The uid of the object.
+    pub uid: Uid,
+    /// The version of the object; 0: it is no number.
+    pub resource_version: u64,
+    /// When it was created, or seen last, in seconds since 1970; 0: not known.
+    pub time: i64,
+    /// The labels, `key=value` joined by commas.
+    pub labels: String,
+    /// The cells, as many as the columns need or fewer.
+    pub cells: Vec<String>,
+}
+
+/// A page of a list.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Page {
+    /// The columns of all pages.
+    pub columns: Columns,
+    /// The rows.
+    pub rows: Vec<NewRow>,
+    /// The version of the list.
+    pub resource_version: String,
+    /// Names the next page; empty: there is none.
+    pub next: String,
+    /// How many objects are on the next pages, if the API server knows it.
+    pub remaining: Option<u64>,
+}
+
+/// An event of a watch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// An object is there or has changed. The columns are in the first event only.
+    Upserted(Option<Columns>, NewRow, String),
+    /// An object is gone: namespace, name and the version.
+    Deleted(String, String, String),
+    /// Everything up to this version has been sent.
+    Bookmark(String),
+    /// The watch ends: code and message of the API server. 410: its version is too old.
+    Failed(u16, String),
+}
+
+/// Why an answer cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the API server's answer cannot be read: {0}")]
+pub struct Unreadable(String);
+
+impl Unreadable {
+    fn new(why: impl Into<String>) -> Self {
+        Self(why.into())
+    }
+}
+
+#[derive(Deserialize)]
+struct RawList {
+    #[serde(default)]
+    kind: String,
+    #[serde(default)]
+    metadata: RawListMeta,
+    #[serde(default, rename = "columnDefinitions")]
+    columns: Option<Vec<RawColumn>>,
+    #[serde(default)]
+    rows: Option<Vec<RawRow>>,
+    #[serde(default)]
+    items: Option<Vec<Value>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawListMeta {
+    #[serde(rename = "resourceVersion")]
+    resource_version: Option<String>,
+    #[serde(rename = "continue")]
+    next: Option<String>,
+    #[serde(rename = "remainingItemCount")]
+    remaining: Option<i64>,
+}
+
+#[derive(Deserialize)]
+struct RawColumn {
+    name: String,
+    #[serde(default, rename = "type")]
+    kind: String,
+    #[serde(default)]
+    format: String,
+    #[serde(default)]
+    priority: i64,
+}
+
+#[derive(Deserialize)]
+struct RawRow {
+    #[serde(default)]
+    cells: Vec<Value>,
+    #[serde(default)]
+    object: Option<RawObject>,
+}
+
+#[derive(Deserialize)]
+struct RawObject {
+    #[serde(default)]
+    metadata: RawMeta,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawMeta {
+    namespace: Option<String>,
+    name: Option<String>,
+    uid: Option<String>,
+    #[serde(rename = "resourceVersion")]
+    resource_version: Option<String>,
+    #[serde(rename = "creationTimestamp")]
+    created: Option<String>,
+    // Sorted, so that equal labels are equal texts.
+    labels: Option<std::collections::BTreeMap<String, String>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawEvent {
+    metadata: RawMeta,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    reason: Option<String>,
+    message: Option<String>,
+    #[serde(rename = "involvedObject")]
+    object: RawReference,
+    #[serde(rename = "lastTimestamp")]
+    last: Option<String>,
+    #[serde(rename = "eventTime")]
+    at: Option<String>,
+    count: Option<i64>,
+    series: Option<RawSeries>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawReference {
+    kind: Option<String>,
+    name: Option<String>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawSeries {
+    count: Option<i64>,
+    #[serde(rename = "lastObservedTime")]
+    last: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct RawWatchEvent {
+    #[serde(rename = "type")]
+    kind: String,
+    object: Value,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawStatus {
+    code: Option<i64>,
+    message: Option<String>,
+}
+
+/// Returns the columns of [`Form::Events`].
+pub(crate) fn event_columns() -> Columns {
+    Columns::new([
+        ("Last Seen", "age"),
+        ("Type", "string"),
+        ("Reason", "string"),
+        ("Object", "string"),
+        ("Count", "integer"),
+        ("Message", "string"),
+    ])
+}
+
+/// Returns the columns of [`Form::Metadata`].
+pub(crate) fn metadata_columns() -> Columns {
+    Columns::new([("Age", "age")])
+}
+
+/// Cuts a text off after `longest` bytes, between two characters.
+fn cut(mut text: String, longest: usize) -> String {
+    if text.len() > longest {
+        let end = (0..=longest).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
+fn cell(value: Value) -> String {
+    let text = match value {
+        Value::Null => String::new(),
+        Value::String(text) => text,
+        other => other.to_string(),
+    };
+    cut(text, LONGEST_CELL)
+}
+
+fn seconds(time: Option<&str>) -> Option<i64> {
+    OffsetDateTime::parse(time?, &Rfc3339).ok().map(OffsetDateTime::unix_timestamp)
+}
+
+fn token(text: Option<String>) -> Result<String, Unreadable> {
+    let text = text.unwrap_or_default();
+    if text.len() > LONGEST_TOKEN {
+        return Err(Unreadable::new("a version or a continuation token is too long"));
+    }
+    Ok(text)
+}
+
+fn name(text: Option<String>, what: &str, may_be_empty: bool) -> Result<String, Unreadable> {
+    let text = text.unwrap_or_default();
+    if text.len() > LONGEST_NAME || text.is_empty() && !may_be_empty {
+        return Err(Unreadable::new(format!("{what} has {} bytes", text.len())));
+    }
+    Ok(text)
+}
+
+impl RawMeta {
+    fn row(self, time: Option<i64>, cells: Vec<String>) -> Result<(NewRow, String), Unreadable> {
+        let mut labels = String::new();
+        for (key, value) in self.labels.unwrap_or_default() {
+            let separator = if labels.is_empty() { "" } else { "," };
+            // Writing to a text never fails.
+            let _ = write!(labels, "{separator}{key}={value}");
+        }
+        if labels.len() > LONGEST_LABELS {
+            labels.clear();
+        }
+        let version = token(self.resource_version)?;
+        let row = NewRow {
+            namespace: name(self.namespace, "a namespace", true)?,
+            name: name(self.name, "the name of an object", false)?,
+            uid: Uid::new(&name(self.uid, "the uid of an object", true)?),
+            resource_version: version.parse().unwrap_or(0),
+            time: time.or_else(|| seconds(self.created.as_deref())).unwrap_or(0),
+            labels,
+            cells,
+        };
+        Ok((row, version))
+    }
+}
+
+impl RawEvent {
+    fn row(self) -> Result<(NewRow, String), Unreadable> {
+        let series = self.series.unwrap_or_default();
+        let time = seconds(series.last.as_deref())
+            .or_else(|| seconds(self.last.as_deref()))
+            .or_else(|| seconds(self.at.as_deref()));
+        let object = match (self.object.kind, self.object.name) {
+            (Some(kind), Some(name)) => format!("{}/{name}", kind.to_lowercase()),
+            (kind, name) => kind.or(name).unwrap_or_default(),
+        };
+        let count = series.count.or(self.count).filter(|count| *count > 0).unwrap_or(1);
+        let cells = [
+            self.kind.unwrap_or_default(),
+            self.reason.unwrap_or_default(),
+            object,
+            count.to_string(),
+            self.message.unwrap_or_default(),
+        ];
+        self.metadata.row(time, cells.map(|text| cut(text, LONGEST_CELL)).into())
+    }
+}
+
+/// The columns of a table, and which of its cells are kept.
+struct Definitions {
+    columns: Columns,
+    /// The numbers of the cells in the answer.
+    kept: Vec<usize>,
+}
+
+fn definitions(raw: Vec<RawColumn>) -> Result<Definitions, Unreadable> {
+    if raw.len() > MOST_COLUMNS {
+        return Err(Unreadable::new(format!(
+            "a table of {} columns, and {MOST_COLUMNS} are allowed",
+            raw.len()
+        )));
+    }
+    let (mut columns, mut kept, mut has_name) = (Vec::new(), Vec::new(), false);
+    for (at, RawColumn { name, kind, format, priority }) in raw.into_iter().enumerate() {
+        if name.len() > LONGEST_NAME || kind.len() > LONGEST_NAME {
+            return Err(Unreadable::new("the title of a column is too long"));
+        }
+        if !has_name && (format == "name" || name.eq_ignore_ascii_case("name")) {
+            has_name = true;
+            continue;
+        }
+        let is_age = name.eq_ignore_ascii_case("age");
+        let source = if is_age { Source::Age } else { Source::Cell(kept.len()) };
+        let kind = if is_age { "age".to_owned() } else { kind };
+        if !is_age {
+            kept.push(at);
+        }
+        columns.push(Column { name, kind, is_wide: priority > 0, source });
+    }
+    Ok(Definitions { columns: Columns(columns), kept })
+}
+
+fn table_row(raw: RawRow, kept: &[usize]) -> Result<(NewRow, String), Unreadable> {
+    let mut cells = raw.cells;
+    let mut taken = |at: &usize| cells.get_mut(*at).map_or_else(String::new, |value| cell(value.take()));
+    let cells = kept.iter().map(&mut taken).collect();
+    let object = raw.object.ok_or_else(|| Unreadable::new("a row has no object"))?;
+    object.metadata.row(None, cells)
+}
+
+fn from_json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Unreadable> {
+    serde_json::from_slice(bytes).map_err(|error| Unreadable::new(error.to_string()))
+}
+
+fn from_value<T: serde::de::DeserializeOwned>(value: Value) -> Result<T, Unreadable> {
+    serde_json::from_value(value).map_err(|error| Unreadable::new(error.to_string()))
+}
+
+/// Reads a page of a list.
+///
+/// # Errors
+/// If it is not what was asked for, or too large in some respect.
+pub fn page(form: Form, bytes: &[u8]) -> Result<Page, Unreadable> {
+    let raw: RawList = from_json(bytes)?;
+    let (columns, rows) = match form {
+        Form::Table => {
+            if raw.kind != "Table" {
+                return Err(Unreadable::new(format!("expected a Table, got {:?}", cut(raw.kind, 64))));
+            }
+            let definitions = definitions(raw.columns.unwrap_or_default())?;
+            let rows = raw.rows.unwrap_or_default().into_iter().map(|row| table_row(row, &definitions.kept));
+            let rows: Result<Vec<_>, _> = rows.collect();
+            (definitions.columns, rows?)
+        }
+        Form::Metadata => {
+            let rows = raw.items.unwrap_or_default().into_iter().map(|item| metadata_row(item));
+            let rows: Result<Vec<_>, _> = rows.collect();
+            (metadata_columns(), rows?)
+        }
+        Form::Events => {
+            let rows =
+                raw.items.unwrap_or_default().into_iter().map(|item| from_value::<RawEvent>(item)?.row());
+            let rows: Result<Vec<_>, _> = rows.collect();
+            (event_columns(), rows?)
+        }
+    };
+    Ok(Page {
+        columns,
+        rows: rows.into_iter().map(|(row, _)| row).collect(),
+        resource_version: token(raw.metadata.resource_version)?,
+        next: token(raw.metadata.next)?,
+        remaining: raw.metadata.remaining.and_then(|count| u64::try_from(count).ok()),
+    })
+}
+
+fn metadata_row(item: Value) -> Result<(NewRow, String), Unreadable> {
+    from_value::<RawObject>(item)?.metadata.row(None, Vec::new())
+}
+
+/// Reads the events of a watch, one by one.
+#[derive(Debug)]
+pub struct Watch {
+    form: Form,
+    /// Which cells are kept, once the first event has told.
+    kept: Option<Vec<usize>>,
+}
+
+impl Watch {
+    /// A watch begins, without knowledge of an earlier one.
+    pub fn new(form: Form) -> Self {
+        Self { form, kept: None }
+    }
+
+    /// Reads an event. `None`: it is of a kind that is not known.
+    ///
+    /// # Errors
+    /// If it is not an event of such a watch. The watch must be opened again.
+    pub fn event(&mut self, bytes: &[u8]) -> Result<Option<Event>, Unreadable> {
+        let raw: RawWatchEvent = from_json(bytes)?;
+        match raw.kind.as_str() {
+            "ERROR" => {
+                let status: RawStatus = from_value(raw.object)?;
+                let code = status.code.and_then(|code| u16::try_from(code).ok()).unwrap_or(0);
+                Ok(Some(Event::Failed(code, cut(status.message.unwrap_or_default(), LONGEST_MESSAGE))))
+            }
+            "BOOKMARK" => Ok(Some(Event::Bookmark(self.bookmark(raw.object)?))),
+            "ADDED" | "MODIFIED" | "DELETED" => {
+                let (columns, (row, version)) = self.row(raw.object)?;
+                Ok(Some(if raw.kind == "DELETED" {
+                    Event::Deleted(row.namespace, row.name, version)
+                } else {
+                    Event::Upserted(columns, row, version)
+                }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn row(&mut self, object: Value) -> Result<(Option<Columns>, (NewRow, String)), Unreadable> {
+        match self.form {
+            Form::Metadata => Ok((None, metadata_row(object)?)),
+            Form::Events => Ok((None, from_value::<RawEvent>(object)?.row()?)),
+            Form::Table => {
+                let table: RawList = from_value(object)?;
+                let columns = self.definitions(table.columns)?;
+                let mut rows = table.rows.unwrap_or_default();
+                let (Some(row), true) = (rows.pop(), rows.is_empty()) else {
+                    return Err(Unreadable::new("an event of a watch must have one row"));
+                };
+                let kept =
+                    self.kept.as_deref().ok_or_else(|| Unreadable::new("an event before any columns"))?;
+                Ok((columns, table_row(row, kept)?))
+            }
+        }
+    }
+
+    fn definitions(&mut self, raw: Option<Vec<RawColumn>>) -> Result<Option<Columns>, Unreadable> {
+        let Some(raw) = raw.filter(|raw| !raw.is_empty()) else { return Ok(None) };
+        let Definitions { columns, kept } = definitions(raw)?;
+        self.kept = Some(kept);
+        Ok(Some(columns))
+    }
+
+    fn bookmark(&mut self, object: Value) -> Result<String, Unreadable> {
+        let version = match self.form {
+            Form::Metadata | Form::Events => from_value::<RawObject>(object)?.metadata.resource_version,
+            Form::Table => {
+                let mut table: RawList = from_value(object)?;
+                // It may be the first event of the watch.
+                self.definitions(table.columns.take())?;
+                let row = table.rows.unwrap_or_default().pop();
+                let of_row = row.and_then(|row| row.object?.metadata.resource_version);
+                of_row.or(table.metadata.resource_version)
+            }
+        };
+        match token(version)? {
+            version if version.is_empty() => Err(Unreadable::new("a bookmark has no version")),
+            version => Ok(version),
+        }
+    }
+}
+
+/// Returns the text of an error of the API server, for people; empty if there is none.
+pub fn message(bytes: &[u8]) -> String {
+    let status: Option<RawStatus> = serde_json::from_slice(bytes).ok();
+    cut(status.and_then(|status| status.message).unwrap_or_default(), LONGEST_MESSAGE)
+}
