@@ -7,7 +7,12 @@
 //! * `kas.example.com` is a name of a [proxy](Names), and the CA of its certificate is that of
 //!   `SSL_CERT_FILE`.
 //! * `/etc/kas/` and `/srv/` are folders of the test, in commands and in configurations.
-//! * In configurations, the address to listen at, that of GitLab and those of issuers are of the test.
+//! * In configurations, the address to listen at, that of GitLab and those of issuers are of the test. So is
+//!   the issuer of `kasctl login`, with a user that enters the code at once.
+//! * `kas` without a configuration file listens on ports that may be in use, so it has one here, which says the
+//!   same with others. The commands have that port, too.
+//! * `cargo xtask bench watches`, in the section about Argo CD, takes minutes and is not run. Many open watches
+//!   are in the test `many_watches`.
 //! * agentk is installed by the chart, but there is no kubelet that runs it: the test does, with the account
 //!   and the policy that the chart has created.
 //! * There is no controller manager: the test puts into the roles `view`, `edit` and `admin` what they are
@@ -26,7 +31,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 use testkit::{
     agentk::Agentk,
-    certificates::Certificates,
+    certificates::{Certificates, UserAuthority},
     endpoint,
     gitlab::GitLab,
     issuer::{Issuer, SigningKey},
@@ -215,7 +220,7 @@ impl Stage {
     async fn start_kas(&mut self, config: Value) -> Result<Kas> {
         let kas = Kas::start_with_config(config).await?;
         let address = endpoint::address(&kas).await?;
-        self.proxy = Some(Names::start([(KAS, address)]).await?);
+        self.proxy = Some(Names::start([(KAS, address), ("kas.example.com:443", address)]).await?);
         let file = kas.dir().join("kas.yaml");
         let check = format!("kas config check {}", file.display());
         self.all(Reader::Owner, &[check], &[]).await?;
@@ -360,6 +365,131 @@ async fn kubectl_through_kas_and_a_policy_of_the_cluster() -> Result<()> {
         blocks(SECURITY, "sh").len() == 1 && blocks(SECURITY, "console").is_empty(),
         "a block is not run"
     );
+    Ok(())
+}
+
+/// Returns the commands of a block of a terminal, and what it shows of their output.
+fn terminal(block: &str) -> (Vec<String>, Vec<String>) {
+    let (commands, output): (Vec<_>, Vec<_>) =
+        block.lines().map(str::to_owned).partition(|line| line.starts_with("$ "));
+    (commands.into_iter().map(|line| line[2..].to_owned()).collect(), output)
+}
+
+/// The sections below that about kubectl, and the one about many watches: each way to be a user of kas.
+#[tokio::test]
+async fn certificates_logins_one_machine_and_many_watches() -> Result<()> {
+    let mut stage = Stage::start("prod", "ways").await?;
+    stage.copy_certificate("tls")?;
+    let token = fs::read_to_string(stage.at("etc/agent.token"))?;
+    let get_pods = ["kubectl --context prod get pods".to_owned()];
+
+    // Client certificates: the page has a configuration, and names the keys of the kubeconfig.
+    let page = section(GUIDE, "Client certificates")?;
+    ensure!(blocks(page, "sh").is_empty() && blocks(page, "console").is_empty(), "a block is not run");
+    let authority = UserAuthority::new(&stage.at("etc"))?;
+    let (certificate, key) = authority.user("jane", Some("dev"), 7)?;
+    let config = stage.config(&block(page, "yaml")?, json!({}))?;
+    let kas = stage.start_kas(config).await?;
+    let rights = "
+        helm upgrade agentk deploy/charts/agentk --namespace agentk --reuse-values \
+          --set impersonation.enabled=true --set 'impersonation.users={*}' --set 'impersonation.groups={kas:dev}'
+        kubectl delete clusterrolebinding kas-dev --ignore-not-found
+        kubectl create clusterrolebinding kas-dev --clusterrole=view --group=kas:dev";
+    stage.all(Reader::Owner, &commands(rights), &[]).await?;
+    let agentk = stage.start_agentk(&kas, &token).await?;
+    stage.may_impersonate("kas:dev").await?;
+    stage.allows(&["list", "pods", "--as=x", "--as-group=kas:dev"]).await?;
+    let kubeconfig = format!(
+        "kubectl config set-cluster prod --server=https://{KAS}/agents/7
+        kubectl config set-credentials jane --client-certificate={} --client-key={}
+        kubectl config set-context prod --cluster=prod --user=jane",
+        certificate.display(),
+        key.display()
+    );
+    stage.all(Reader::User, &commands(&kubeconfig), &[]).await?;
+    let said = stage.all(Reader::User, &get_pods, &[]).await?;
+    ensure!(said.contains("ways-00000"), "{said}");
+    drop((agentk, kas));
+
+    // A login. kas has the issuer and the client id, as the page demands.
+    let page = section(GUIDE, "Log in with a browser")?;
+    ensure!(blocks(page, "sh").is_empty(), "a block is not run");
+    let (issuer, key) = (Issuer::start().await?, SigningKey::ec("login")?);
+    issuer.publish([&key]);
+    issuer.let_log_in(key.token(&issuer.claims("1234", json!({ "sub": "42" }))));
+    let authorities = fs::read_to_string(stage.at("etc/ca.pem"))? + &fs::read_to_string(issuer.ca_file())?;
+    fs::write(stage.at("etc/ca.pem"), authorities)?;
+    let listen = json!({ "certificate_file": stage.at("etc/tls.crt"), "key_file": stage.at("etc/tls.key") });
+    let accepted = json!({
+        "issuer": issuer.url(), "audiences": ["1234"], "username": "gl:{sub}", "ca_file": issuer.ca_file(),
+    });
+    let access = json!([{ "agents": "all", "users": ["gl:42"], "as": "agent" }]);
+    let over = json!({ "agent": { "kubernetes_api": {
+        "listen": listen, "oidc": [accepted], "access": access,
+    } } });
+    let config = stage.config("{}", over)?;
+    let kas = stage.start_kas(config).await?;
+    let agentk = stage.start_agentk(&kas, &token).await?;
+    fs::remove_file(stage.at("work/kubeconfig"))?;
+    let (typed, shown) =
+        terminal(&block(page, "console")?.replace("https://gitlab.example.com", issuer.url()));
+    ensure!((typed.len(), shown.len()) == (3, 2), "{typed:?}, {shown:?}");
+    let mut said = String::new();
+    for command in &typed {
+        let output = stage.run(Reader::User, command, &[]).await?;
+        ensure!(output.status.success(), "{command}\n{output:?}");
+        said += &String::from_utf8_lossy(&output.stderr);
+        said += &String::from_utf8_lossy(&output.stdout);
+    }
+    for line in &shown {
+        ensure!(said.lines().any(|said| said == line), "{line:?} is not in {said}");
+    }
+    ensure!(said.contains("ways-00000"), "{said}");
+    drop((agentk, kas));
+
+    // One machine.
+    let page = section(GUIDE, "On one machine, without a configuration file")?;
+    let script = block(page, "sh")?;
+    let state = stage.at(".local/state/kas");
+    fs::create_dir_all(&state)?;
+    let users = state.join("users.yaml");
+    // kas makes it so where it has no configuration file.
+    testkit::kas::write_private(&users, "users: []\n")?;
+    let kas = Kas::start_with_config(json!({
+        "state_dir": state,
+        "identity": { "file": stage.at("etc/agents.yaml") },
+        "agent": { "kubernetes_api": {
+            "listen": { "address": "127.0.0.1:0" },
+            "users": { "file": users },
+            "access": [{ "agents": "all", "users": ["kas:*"], "as": "agent" }],
+        } },
+    }))
+    .await?;
+    let agentk = stage.start_agentk(&kas, &token).await?;
+    let address = endpoint::address(&kas).await?.to_string();
+    ensure!(script.contains("127.0.0.1:8154"), "{script}");
+    fs::remove_file(stage.at("work/kubeconfig"))?;
+    // One shell, because a command uses a variable of another one.
+    let script = format!("set -e\n{}", script.replace("127.0.0.1:8154", &address));
+    let said = stage.all(Reader::User, &[script, get_pods[0].clone()], &[]).await?;
+    ensure!(said.contains("ways-00000"), "{said}");
+    drop((agentk, kas));
+
+    // Many watches: both configurations.
+    let page = section(GUIDE, "Many watches: Argo CD")?;
+    ensure!(blocks(page, "sh").is_empty() && blocks(page, "console").is_empty(), "a block is not run");
+    let yaml = blocks(page, "yaml");
+    let [of_kas, of_chart] = &yaml[..] else { anyhow::bail!("{yaml:?}") };
+    let over = json!({ "agent": { "kubernetes_api": { "listen": listen, "users": { "file": users } } } });
+    let config = stage.config(of_kas, over)?;
+    let kas = stage.start_kas(config).await?;
+    fs::write(stage.at("work/values.yaml"), of_chart)?;
+    let upgrade =
+        "helm upgrade agentk deploy/charts/agentk --namespace agentk --reuse-values --values values.yaml
+        kubectl get deployment agentk --namespace agentk -o jsonpath={..args}";
+    let said = stage.all(Reader::Owner, &commands(upgrade), &[]).await?;
+    ensure!(said.contains("\"--max-tunnels=2000\"") || said.contains("--max-tunnels 2000"), "{said}");
+    let _agentk = stage.start_agentk(&kas, &token).await?;
     Ok(())
 }
 
@@ -661,6 +791,8 @@ fn blocks_and_commands_of_a_page_are_found() {
     assert_eq!(first[&0], "one    two");
     assert_eq!(first[&1], "three");
     assert_eq!(blocks(b, "text"), ["# no\n"]);
+    let (typed, shown) = terminal("$ one\ntwo\n$ three\n");
+    assert_eq!((typed, shown), (vec!["one".to_owned(), "three".to_owned()], vec!["two".to_owned()]));
     let page = "Run `kas check` or `kas\ncheck`, not `kas.yaml`.\n\n```sh\nkasctl agents\nflux x\n```\n";
     assert_eq!(programs_in(page), ["kasctl agents", "kas check"]);
 }

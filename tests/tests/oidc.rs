@@ -8,7 +8,7 @@ use aws_lc_rs::hmac;
 use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use bytes::Bytes;
 use futures_util::stream;
-use http::{Request, Response, StatusCode, header};
+use http::{Request, Response, StatusCode, header, response};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Empty, Full, StreamBody, combinators::UnsyncBoxBody};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
@@ -18,7 +18,8 @@ use testkit::{
     agentk::Agentk,
     endpoint,
     issuer::{Issuer, SigningKey, unsigned},
-    kas::{Kas, replace, token},
+    kas::{Kas, eventually, replace, token},
+    mesh::{self, Mesh},
     process::{program, soon},
 };
 use tokio::{
@@ -76,7 +77,11 @@ fn echo(request: &Request<Incoming>) -> Response<Body> {
         Full::new(text).boxed_unsync()
     };
     let mut response = Response::new(body);
-    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    for name in ["x-cluster", "x-internal"] {
+        headers.insert(name, header::HeaderValue::from_static("c1"));
+    }
     response
 }
 
@@ -90,7 +95,7 @@ struct Endpoint {
 
 impl Endpoint {
     async fn start(oidc: Value, access: Value) -> Result<Self> {
-        let section = json!({ "listen": { "address": "127.0.0.1:0" }, "oidc": oidc, "access": access });
+        let section = section(oidc, access);
         let kas = Kas::start_with_config(json!({ "agent": { "kubernetes_api": section } })).await?;
         let address = endpoint::address(&kas).await?;
         let server = Echo::start().await?;
@@ -101,23 +106,14 @@ impl Endpoint {
     }
 
     /// Sends a request with a token, and returns the head of its answer and the rest.
-    async fn send(&self, query: &str, token: &str) -> Result<(StatusCode, Incoming)> {
-        let stream = TcpStream::connect(self.address).await?;
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-        // It ends with the answer.
-        tokio::spawn(connection);
-        let request = Request::get(format!("/agents/{AGENT}/api/v1/pods{query}"))
-            .header(header::HOST, "kas.example.com")
-            .header(header::AUTHORIZATION, format!("Bearer {token}"))
-            .body(Empty::<Bytes>::new())?;
-        let (head, body) = soon("the head of an answer", sender.send_request(request)).await?.into_parts();
-        Ok((head.status, body))
+    async fn send(&self, query: &str, token: &str) -> Result<(response::Parts, Incoming)> {
+        send(self.address, query, token).await
     }
 
     async fn get(&self, token: &str) -> Result<(StatusCode, Value)> {
-        let (status, body) = self.send("", token).await?;
+        let (head, body) = self.send("", token).await?;
         let body = soon("an answer", body.collect()).await?.to_bytes();
-        Ok((status, serde_json::from_slice(&body)?))
+        Ok((head.status, serde_json::from_slice(&body)?))
     }
 
     async fn status(&self, token: &str) -> Result<StatusCode> {
@@ -134,6 +130,29 @@ impl Endpoint {
             .await?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
+}
+
+/// The section of the endpoint.
+fn section(oidc: Value, access: Value) -> Value {
+    json!({
+        "listen": { "address": "127.0.0.1:0" },
+        "oidc": oidc,
+        "access": access,
+        "extra_allowed_response_headers": ["X-Cluster"],
+    })
+}
+
+/// Sends a request with a token, and returns the head of its answer and the rest.
+async fn send(address: SocketAddr, query: &str, token: &str) -> Result<(response::Parts, Incoming)> {
+    let stream = TcpStream::connect(address).await?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    // It ends with the answer.
+    tokio::spawn(connection);
+    let request = Request::get(format!("/agents/{AGENT}/api/v1/pods{query}"))
+        .header(header::HOST, "kas.example.com")
+        .header(header::AUTHORIZATION, format!("Bearer {token}"))
+        .body(Empty::<Bytes>::new())?;
+    Ok(soon("the head of an answer", sender.send_request(request)).await?.into_parts())
 }
 
 fn of(issuer: &Issuer, more: Value) -> Value {
@@ -183,6 +202,10 @@ async fn jobs_of_gitlab_and_users_of_dex_are_users_of_the_cluster() -> Result<()
     assert_eq!(seen["impersonate-user"], json!(["deployer"]));
     assert_eq!(seen["impersonate-group"], json!(["ci"]));
     assert_eq!(seen["authorization"], json!(null), "no credential reaches the API server");
+    // Of the headers that are not Kubernetes' own, those that the configuration names come back.
+    let (head, _) = endpoint.send("", &job("acme", "true")).await?;
+    assert_eq!(head.headers.get("x-cluster").map(|value| value.as_bytes()), Some(&b"c1"[..]), "{head:?}");
+    assert!(!head.headers.contains_key("x-internal"), "{head:?}");
     // A branch that is not protected, a namespace that is not ours, and one whose rule is missing.
     for (namespace, protected) in [("acme", "false"), ("acme-evil", "true"), ("evil/acme", "true")] {
         assert_eq!(endpoint.status(&job(namespace, protected)).await?, StatusCode::FORBIDDEN, "{namespace}");
@@ -286,8 +309,8 @@ async fn a_withdrawn_key_ends_a_watch_and_an_absent_issuer_ends_none() -> Result
     let access = json!([{ "agents": "all", "users": ["corp:*"], "as": "user" }]);
     let endpoint = Endpoint::start(oidc, access).await?;
     let claims = issuer.claims(AUDIENCE, json!({ "sub": "jane" }));
-    let (status, mut watch) = endpoint.send("?watch=1", &old.token(&claims)).await?;
-    assert_eq!(status, StatusCode::OK);
+    let (head, mut watch) = endpoint.send("?watch=1", &old.token(&claims)).await?;
+    assert_eq!(head.status, StatusCode::OK);
     let event = soon("an event", watch.frame()).await.context("an event")??;
     let seen: Value = serde_json::from_slice(event.data_ref().context("data")?)?;
     assert_eq!(seen["impersonate-user"], json!(["corp:jane"]));
@@ -319,6 +342,90 @@ async fn a_withdrawn_key_ends_a_watch_and_an_absent_issuer_ends_none() -> Result
     ensure!(ended.is_none(), "the end of a watch is a clean one: {ended:?}");
     assert_eq!(endpoint.status(&old.token(&claims)).await?, StatusCode::UNAUTHORIZED);
     assert_eq!(endpoint.status(&new.token(&claims)).await?, StatusCode::OK);
+    Ok(())
+}
+
+/// S59, with an issuer. Fails if open requests end while nobody can read the keys, if a replica forgets those
+/// that it has, if it takes a token with an unknown key for a wrong one, or if it does not recover.
+#[tokio::test]
+async fn two_replicas_go_on_with_their_keys_while_the_issuer_is_away() -> Result<()> {
+    const OWNER: usize = 0;
+    const EDGE: usize = 1;
+    let issuer = Issuer::start().await?;
+    let (old, new) = (SigningKey::ec("old")?, SigningKey::ed("new")?);
+    issuer.publish([&old]);
+    let oidc = json!([of(&issuer, json!({ "username": "corp:{sub}" }))]);
+    let access = json!([{ "agents": "all", "users": ["corp:*"], "as": "user" }]);
+    let config = json!({ "agent": { "kubernetes_api": section(oidc, access) } });
+    let options = mesh::Options { replicas: 2, agents: 1, config, ..mesh::Options::default() };
+    let mesh = &mut Mesh::start_with(options).await?;
+    let server = Echo::start().await?;
+    let api_server = format!("http://{}", server.address);
+    let agentk = Agentk::start_with(mesh.agents(OWNER), &token(AGENT), &api_server).await?;
+    agentk.connected().await?;
+    mesh.converged(&[(AGENT, OWNER)]).await?;
+    let mut addresses = Vec::new();
+    for replica in [OWNER, EDGE] {
+        addresses.push(endpoint::address(mesh.kas(replica)).await?);
+    }
+    // Each has another name, so that no judgement of before counts.
+    let mut users = 0;
+    let mut of_a_new_user = |key: &SigningKey| {
+        users += 1;
+        key.token(&issuer.claims(AUDIENCE, json!({ "sub": format!("user-{users}") })))
+    };
+    let status = async |at: SocketAddr, token: String| anyhow::Ok(send(at, "", &token).await?.0.status);
+
+    let mut watches = Vec::new();
+    for &at in &addresses {
+        let (head, mut watch) = send(at, "?watch=1", &of_a_new_user(&old)).await?;
+        assert_eq!(head.status, StatusCode::OK);
+        soon("an event", watch.frame()).await.context("an event")??;
+        watches.push(watch);
+    }
+    let asked = [mesh.kas(OWNER).process.log_len(), mesh.kas(EDGE).process.log_len()];
+    issuer.fail(Some(StatusCode::BAD_GATEWAY));
+    touch(&issuer)?;
+    for (replica, before) in [OWNER, EDGE].into_iter().zip(asked) {
+        let is_away = |line: &Value| {
+            line["message"].as_str()?.starts_with("the keys of an issuer cannot be read").then_some(())
+        };
+        mesh.kas(replica).process.logged_since(before, "that the issuer is away", is_away).await?;
+        let at = addresses[replica];
+        assert_eq!(status(at, of_a_new_user(&old)).await?, StatusCode::OK, "replica {replica}");
+        let (head, _) = send(at, "", &of_a_new_user(&new)).await?;
+        assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE, "its key may be a new one");
+        assert_eq!(head.headers[header::RETRY_AFTER], "2");
+    }
+    for watch in &mut watches {
+        assert!(futures_util::poll!(std::pin::pin!(watch.frame())).is_pending(), "a watch has ended");
+    }
+
+    // A replica that starts now has no keys. It lets nobody in, and calls no token wrong. The other goes on.
+    mesh.kill(EDGE).await?;
+    mesh.restart(EDGE).await?;
+    mesh.converged(&[(AGENT, OWNER)]).await?;
+    addresses[EDGE] = endpoint::address(mesh.kas(EDGE)).await?;
+    let (head, _) = send(addresses[EDGE], "", &of_a_new_user(&old)).await?;
+    assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(head.headers[header::RETRY_AFTER], "2");
+    assert_eq!(status(addresses[OWNER], of_a_new_user(&old)).await?, StatusCode::OK);
+    assert!(futures_util::poll!(std::pin::pin!(watches[OWNER].frame())).is_pending(), "a watch has ended");
+
+    // It is back, with another key beside the one before.
+    issuer.fail(None);
+    issuer.publish([&old, &new]);
+    touch(&issuer)?;
+    for (replica, at) in addresses.into_iter().enumerate() {
+        for key in [&old, &new] {
+            eventually(&format!("that replica {replica} knows the keys"), async || {
+                let status = status(at, of_a_new_user(key)).await?;
+                Ok(if status == StatusCode::OK { Ok(()) } else { Err(status) })
+            })
+            .await?;
+        }
+    }
+    assert!(futures_util::poll!(std::pin::pin!(watches[OWNER].frame())).is_pending(), "a watch has ended");
     Ok(())
 }
 

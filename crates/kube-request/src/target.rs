@@ -75,6 +75,7 @@ impl Target {
         if sent.first() != Some(&b'/') {
             return Err(InvalidTarget::NotAbsolute);
         }
+        // Targets of messages may have one. The library would cut it off.
         if sent.contains(&b'#') {
             return Err(InvalidTarget::Fragment);
         }

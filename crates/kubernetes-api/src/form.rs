@@ -51,7 +51,24 @@ pub(crate) fn check(parts: &request::Parts, limits: HeadLimits) -> Result<String
             ),
         ));
     }
+    coding(&parts.headers)?;
     host(parts)
+}
+
+/// Checks that the body has no coding that would be lost. Chunks are taken apart here and made anew for the
+/// API server. Another coding, such as `gzip, chunked`, belongs to the connection as well, so the API server
+/// would not be told of it, and would take the coded body for the body.
+fn coding(headers: &HeaderMap) -> Result<(), Failure> {
+    let mut values = headers.get_all(header::TRANSFER_ENCODING).iter();
+    let Some(value) = values.next() else { return Ok(()) };
+    if values.next().is_none() && value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked") {
+        return Ok(());
+    }
+    Err(Failure::refused(
+        Rule::Form,
+        StatusCode::NOT_IMPLEMENTED,
+        "the only Transfer-Encoding that is accepted is chunked",
+    ))
 }
 
 /// Returns the host, by the rules of RFC 9112, 3.2, and RFC 9113, 8.3.1.
@@ -135,6 +152,25 @@ mod tests {
             ("http://me@x/a", Version::HTTP_2, &[], Err(400)),
         ] {
             assert_eq!(of(uri, version, hosts), expected.map(str::to_owned), "{uri} {hosts:?}");
+        }
+    }
+
+    #[test]
+    fn bodies_have_no_coding_but_chunks() {
+        let with = |codings: &[&str]| {
+            checked(|request| {
+                codings.iter().fold(request.header("host", "h"), |request, coding| {
+                    request.header("transfer-encoding", *coding)
+                })
+            })
+        };
+        for accepted in [&[][..], &["chunked"], &["Chunked"], &["\tchunked "]] {
+            assert_eq!(with(accepted), Ok("h".to_owned()), "{accepted:?}");
+        }
+        for refused in
+            [&["gzip, chunked"][..], &["chunked, chunked"], &["identity", "chunked"], &["chunked,"], &[""]]
+        {
+            assert_eq!(with(refused), Err(501), "{refused:?}");
         }
     }
 

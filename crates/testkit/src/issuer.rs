@@ -36,6 +36,9 @@ use crate::{caller::now, certificates::Certificates, process::soon};
 
 const DISCOVERY: &str = "/.well-known/openid-configuration";
 const KEYS: &str = "/keys";
+/// The endpoints of the device flow.
+const DEVICE: &str = "/oauth/authorize_device";
+const TOKEN: &str = "/oauth/token";
 
 /// A key of an issuer.
 pub struct SigningKey {
@@ -199,6 +202,15 @@ struct Answers {
     keys_uri: Option<String>,
     /// Instead of any document.
     status: Option<StatusCode>,
+    /// The user that may log in.
+    login: Option<Login>,
+}
+
+#[derive(Debug)]
+struct Login {
+    id_token: String,
+    /// The user has not entered the code yet.
+    is_pending: bool,
 }
 
 impl Issuer {
@@ -247,6 +259,12 @@ impl Issuer {
     /// Answers with this status instead of any document; `None`: no longer.
     pub fn fail(&self, status: Option<StatusCode>) {
         self.shared.answers.lock().status = status;
+    }
+
+    /// Offers the device flow (RFC 8628), in which one user logs in: the first question for tokens is told to
+    /// come again, and each later one gets this ID token.
+    pub fn let_log_in(&self, id_token: String) {
+        self.shared.answers.lock().login = Some(Login { id_token, is_pending: true });
     }
 
     /// Calls itself otherwise in its discovery document.
@@ -305,25 +323,57 @@ async fn connection(stream: TcpStream, tls: TlsAcceptor, shared: Arc<Shared>) {
 
 impl Shared {
     fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-        let path = request.uri().path();
-        let is_discovery = path.strip_prefix("/realm") == Some(DISCOVERY);
-        let answers = self.answers.lock();
-        let document = if is_discovery {
-            let own = format!("{}{KEYS}", self.url);
-            json!({
-                "issuer": answers.issuer.as_ref().unwrap_or(&self.url),
-                "jwks_uri": answers.keys_uri.as_ref().unwrap_or(&own),
-            })
-        } else {
-            json!({ "keys": answers.keys })
+        let place = request.uri().path().strip_prefix("/realm");
+        let is_discovery = place == Some(DISCOVERY);
+        let is_keys = place == Some(KEYS);
+        let mut answers = self.answers.lock();
+        let (own, document) = match (place, &mut answers.login) {
+            (Some(DEVICE), Some(_)) => {
+                let code = json!({
+                    "device_code": "device-code",
+                    "user_code": "ABCD-EFGH",
+                    "verification_uri": format!("{}/oauth/device", self.url),
+                    "expires_in": 600,
+                    "interval": 0,
+                });
+                (StatusCode::OK, code)
+            }
+            (Some(TOKEN), Some(login)) if login.is_pending => {
+                login.is_pending = false;
+                (StatusCode::BAD_REQUEST, json!({ "error": "authorization_pending" }))
+            }
+            (Some(TOKEN), Some(login)) => {
+                let tokens = json!({
+                    "id_token": login.id_token,
+                    "access_token": "access-token",
+                    "refresh_token": "refresh-token",
+                    "token_type": "Bearer",
+                });
+                (StatusCode::OK, tokens)
+            }
+            (Some(DISCOVERY), login) => {
+                let offers_login = login.is_some();
+                let own = format!("{}{KEYS}", self.url);
+                let mut document = json!({
+                    "issuer": answers.issuer.as_ref().unwrap_or(&self.url),
+                    "jwks_uri": answers.keys_uri.as_ref().unwrap_or(&own),
+                });
+                if offers_login {
+                    document["device_authorization_endpoint"] = json!(format!("{}{DEVICE}", self.url));
+                    document["token_endpoint"] = json!(format!("{}{TOKEN}", self.url));
+                }
+                (StatusCode::OK, document)
+            }
+            _ => {
+                let known = if is_keys { StatusCode::OK } else { StatusCode::NOT_FOUND };
+                (known, json!({ "keys": answers.keys }))
+            }
         };
-        let is_known = is_discovery || path.strip_prefix("/realm") == Some(KEYS);
-        let known = if is_known { StatusCode::OK } else { StatusCode::NOT_FOUND };
-        let status = answers.status.unwrap_or(known);
+        let status = answers.status.unwrap_or(own);
         drop(answers);
         self.asked.send_modify(|(discovery, keys)| {
             *discovery += usize::from(is_discovery);
-            *keys += usize::from(is_known && !is_discovery);
+            *keys += usize::from(is_keys);
         });
         let mut response = Response::new(Full::from(document.to_string()));
         *response.status_mut() = status;

@@ -5,8 +5,8 @@
 //! methods here create by hand. `tests/kubernetes/go.mod` says which versions run.
 //!
 //! [`Node`] adds a node whose kubelet serves exec, attach, port-forward and logs, for tests of those.
-//! [`tools`] returns the `kubectl` of the API server's version and an old one, for tests where the version
-//! matters; the methods here run that of `PATH`.
+//! The methods here run the `kubectl` of the API server's version, which is built like the servers, and never
+//! that of `PATH`. [`tools`] returns it and an old one, for tests where the version matters.
 //!
 //! `pods/proxy` and `services/proxy` make the API server dial the pod's IP address: a test that sets one must
 //! run in a network namespace without a route out.
@@ -21,19 +21,19 @@ mod objects;
 mod servers;
 
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::{
     io::AsyncWriteExt as _,
-    sync::Mutex,
+    sync::{Mutex, OnceCell},
     time::{Instant, sleep, timeout},
 };
 
@@ -88,6 +88,7 @@ pub struct Kubernetes {
     etcd_port: u16,
     port: u16,
     binaries: Binaries,
+    kubectl: OnceCell<PathBuf>,
     client: Client,
     ca_pem: String,
     admin_token: String,
@@ -142,6 +143,7 @@ impl Kubernetes {
             etcd_port,
             port: client.address.port(),
             binaries,
+            kubectl: OnceCell::new(),
             client,
             ca_pem: keys.ca_pem,
             admin_token: keys.admin_token,
@@ -202,11 +204,23 @@ impl Kubernetes {
         self.dir.path().join(AUDIT_LOG)
     }
 
+    /// Returns the `kubectl` of the API server's version, which is built first when this machine has none yet.
+    ///
+    /// # Errors
+    ///
+    /// As of [`tools`].
+    pub async fn kubectl_program(&self) -> Result<&Path> {
+        let find =
+            async || tokio::task::spawn_blocking(build::kubectl).await.context("the build panicked")?;
+        Ok(self.kubectl.get_or_try_init(find).await?)
+    }
+
     /// Runs the real `kubectl` as administrator and returns what it wrote to standard output.
     ///
     /// # Errors
     ///
-    /// When it fails, with what it wrote to standard error; or when it takes longer than a minute.
+    /// When it fails, with what it wrote to standard error; or when it takes longer than a minute. Also as of
+    /// [`kubectl_program`](Self::kubectl_program).
     pub async fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         self.run_kubectl(&self.admin_kubeconfig(), arguments, "").await
     }
@@ -294,7 +308,7 @@ impl Kubernetes {
     }
 
     async fn run_kubectl(&self, kubeconfig: &Path, arguments: &[&str], input: &str) -> Result<String> {
-        let mut command = tokio::process::Command::new("kubectl");
+        let mut command = tokio::process::Command::new(self.kubectl_program().await?);
         command
             .arg("--kubeconfig")
             .arg(kubeconfig)
@@ -307,12 +321,7 @@ impl Kubernetes {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .kill_on_drop(true);
-        let mut child = match command.spawn() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                bail!("these tests run the real kubectl: install it (1.27 or newer) and put it on PATH")
-            }
-            child => child.context("could not run kubectl")?,
-        };
+        let mut child = command.spawn().context("could not run kubectl")?;
         let mut stdin = child.stdin.take().expect("stdin is piped");
         let write = async move {
             // A kubectl that fails early closes its input; its own message gives the reason.

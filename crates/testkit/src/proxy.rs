@@ -1,6 +1,7 @@
 //! Real proxies in front of kas: nginx, HAProxy and Envoy, and one for CONNECT.
 //!
-//! Each has the documented configuration, and its default timers unless others are given.
+//! Each has the documented configuration, and its default timers unless others are given. What
+//! docs/proxies.md shows for the endpoint for kubectl is read from there: [`documented`].
 
 use std::{net::SocketAddr, path::Path, sync::Arc};
 
@@ -35,10 +36,39 @@ pub enum Passes {
     Http2,
 }
 
+/// A kind of balancer in front of the endpoint for kubectl.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Balancer {
+    /// nginx.
+    Nginx,
+    /// HAProxy.
+    Haproxy,
+    /// Envoy.
+    Envoy,
+}
+
+impl Balancer {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Nginx, Self::Haproxy, Self::Envoy];
+}
+
+/// Returns a block of the section about the endpoint for kubectl in docs/proxies.md, by its language.
+///
+/// # Errors
+/// When there is none.
+pub fn documented(language: &str) -> Result<&'static str> {
+    let (_, section) = include_str!("../../../docs/proxies.md")
+        .split_once("\n## In front of the endpoint for kubectl\n")
+        .context("docs/proxies.md has the section")?;
+    let (_, block) =
+        section.split_once(&format!("\n```{language}\n")).context("the section has the block")?;
+    Ok(block.split_once("\n```").context("the block ends")?.0)
+}
+
 /// A proxy in front of kas. Dropping it ends it.
 #[derive(Debug)]
 pub struct Proxy {
-    /// Where it listens, without TLS.
+    /// Where it listens, without TLS unless it has certificates.
     pub address: SocketAddr,
     /// Where it accepts HTTP/2 without TLS, if it is there for [`Passes::Http`]. nginx needs a port of its
     /// own for that.
@@ -49,6 +79,63 @@ pub struct Proxy {
 }
 
 impl Proxy {
+    /// Starts a balancer with the documented configuration for kubectl, in which each timer that must be long
+    /// is `timer` instead if that is given (without a unit for none). With `tls`, clients use TLS, and choose
+    /// HTTP/2 or HTTP/1.1 in its handshake.
+    ///
+    /// # Errors
+    /// When it does not start, or is not installed.
+    pub async fn for_kubectl(
+        balancer: Balancer,
+        kas: SocketAddr,
+        timer: Option<&str>,
+        tls: Option<&Certificates>,
+    ) -> Result<Self> {
+        Self::for_kubectl_by(balancer, Passes::Http, kas, timer, tls, json!({})).await
+    }
+
+    /// The same, for requests that reach kas as `passes` says. `manager` is added to the HTTP connection
+    /// manager of Envoy.
+    ///
+    /// # Errors
+    /// As of [`for_kubectl`](Self::for_kubectl).
+    pub async fn for_kubectl_by(
+        balancer: Balancer,
+        passes: Passes,
+        kas: SocketAddr,
+        timer: Option<&str>,
+        tls: Option<&Certificates>,
+        more: serde_json::Value,
+    ) -> Result<Self> {
+        let timers = |documented: &str, long: &str| match timer {
+            Some(timer) => documented.replace(long, timer),
+            None => documented.to_owned(),
+        };
+        match balancer {
+            Balancer::Nginx => {
+                let config = timers(documented("nginx")?, "24h").replace("kas:8154", &kas.to_string());
+                let (http, location) =
+                    config.split_once("# In the location").context("the block has two parts")?;
+                Self::nginx_http_with(kas, http, &format!("#{location}\n"), tls).await
+            }
+            Balancer::Haproxy => {
+                let config = timers(documented("haproxy")?, "24h").replace('\n', "\n  ");
+                let defaults = format!("  timeout connect 5s\n  {config}\n");
+                Self::haproxy_with(kas, passes, &defaults, tls).await
+            }
+            Balancer::Envoy => {
+                let config: serde_json::Value = serde_saphyr::from_str(&timers(documented("yaml")?, "0s"))?;
+                anyhow::ensure!(config.as_object().is_some_and(|keys| keys.len() == 3), "{config}");
+                let mut manager = json!({
+                    "upgrade_configs": config["upgrade_configs"],
+                    "stream_idle_timeout": config["stream_idle_timeout"],
+                });
+                crate::kas::merge(&mut manager, more);
+                Self::envoy_with(kas, passes, manager, json!({ "timeout": config["timeout"] }), tls).await
+            }
+        }
+    }
+
     /// Starts nginx: `grpc_pass` or `proxy_pass`, with further directives for its one location.
     ///
     /// # Errors
@@ -80,9 +167,30 @@ impl Proxy {
     /// # Errors
     /// As of [`nginx`](Self::nginx).
     pub async fn nginx_http(kas: SocketAddr, http: &str, location: &str) -> Result<Self> {
+        Self::nginx_http_with(kas, http, location, None).await
+    }
+
+    async fn nginx_http_with(
+        kas: SocketAddr,
+        http: &str,
+        location: &str,
+        tls: Option<&Certificates>,
+    ) -> Result<Self> {
         let [address, http2] = [beside(kas, 2), beside(kas, 5)];
-        let server = format!("listen {address}; listen {http2} http2; location / {{ {location} }}");
-        Self::nginx_with(TempDir::with_prefix("nginx-test-")?, [address, http2], http, &server).await
+        let dir = TempDir::with_prefix("nginx-test-")?;
+        let (addresses, listen) = match tls {
+            None => ([address, http2], format!("listen {address}; listen {http2} http2;")),
+            Some(files) => (
+                [address; 2],
+                format!(
+                    "listen {address} ssl http2; ssl_certificate {}; ssl_certificate_key {};",
+                    path(&files.certificate)?,
+                    path(&files.key)?
+                ),
+            ),
+        };
+        let server = format!("{listen} location / {{ {location} }}");
+        Self::nginx_with(dir, addresses, http, &server).await
     }
 
     /// Starts nginx with one `server` of these directives, which listens on `address`.
@@ -115,10 +223,29 @@ impl Proxy {
     /// # Errors
     /// When it does not start, or is not installed.
     pub async fn haproxy(kas: SocketAddr, passes: Passes, defaults: &str) -> Result<Self> {
+        Self::haproxy_with(kas, passes, defaults, None).await
+    }
+
+    async fn haproxy_with(
+        kas: SocketAddr,
+        passes: Passes,
+        defaults: &str,
+        tls: Option<&Certificates>,
+    ) -> Result<Self> {
         let dir = TempDir::with_prefix("haproxy-test-")?;
         let address = beside(kas, 3);
         let to_kas = if matches!(passes, Passes::Grpc | Passes::Http2) { " proto h2" } else { "" };
-        let from_clients = if passes == Passes::Grpc { " proto h2" } else { "" };
+        let from_clients = match tls {
+            None if passes == Passes::Grpc => " proto h2".to_owned(),
+            None => String::new(),
+            Some(files) => {
+                // One file for both.
+                let pem = dir.path().join("server.pem");
+                let certificate = std::fs::read_to_string(&files.certificate)?;
+                crate::kas::write_private(&pem, &(certificate + &std::fs::read_to_string(&files.key)?))?;
+                format!(" ssl crt {} alpn h2,http/1.1", path(&pem)?)
+            }
+        };
         let config = format!(
             "defaults\n  mode http\n{defaults}\n\
              frontend agents\n  bind {address}{from_clients}\n  default_backend kas\n\
@@ -142,6 +269,18 @@ impl Proxy {
         manager: serde_json::Value,
         route: serde_json::Value,
     ) -> Result<Self> {
+        Self::envoy_with(kas, passes, manager, route, None).await
+    }
+
+    async fn envoy_with(
+        kas: SocketAddr,
+        passes: Passes,
+        manager: serde_json::Value,
+        route: serde_json::Value,
+        tls: Option<&Certificates>,
+    ) -> Result<Self> {
+        const TLS: &str =
+            "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext";
         const MANAGER: &str = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.\
              HttpConnectionManager";
         const ROUTER: &str = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router";
@@ -182,15 +321,27 @@ impl Proxy {
             Passes::Http => {}
         }
         crate::kas::merge(&mut connections, manager);
+        let mut chain = json!({ "filters": [{
+            "name": "envoy.filters.network.http_connection_manager",
+            "typed_config": connections,
+        }]});
+        if let Some(files) = tls {
+            chain["transport_socket"] = json!({
+                "name": "envoy.transport_sockets.tls",
+                "typed_config": {
+                    "@type": TLS,
+                    "common_tls_context": {
+                        "alpn_protocols": ["h2", "http/1.1"],
+                        "tls_certificates": [{
+                            "certificate_chain": { "filename": files.certificate },
+                            "private_key": { "filename": files.key },
+                        }],
+                    },
+                },
+            });
+        }
         let config = json!({ "static_resources": {
-            "listeners": [{
-                "name": "agents",
-                "address": socket(address),
-                "filter_chains": [{ "filters": [{
-                    "name": "envoy.filters.network.http_connection_manager",
-                    "typed_config": connections,
-                }]}],
-            }],
+            "listeners": [{ "name": "agents", "address": socket(address), "filter_chains": [chain] }],
             "clusters": [cluster],
         }});
         let file = dir.path().join("envoy.json");

@@ -7,6 +7,7 @@
 
 mod bench;
 mod callers;
+mod endpoint;
 mod files;
 mod gossip;
 mod http2;
@@ -85,6 +86,21 @@ async fn probes_are_answered_during_attacks_on_their_port() -> Result<()> {
     let target = Target::start(Kind::Plain).await?;
     observability::all(&target).await?;
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn http1_requests_to_the_endpoint_are_read_in_one_way() -> Result<()> {
+    endpoint::by_http1::all().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn http2_requests_to_the_endpoint_become_no_others() -> Result<()> {
+    endpoint::by_http2::all().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_to_the_endpoint_without_a_valid_token_are_closed() -> Result<()> {
+    endpoint::connections_without_a_valid_token_are_closed().await
 }
 
 #[tokio::test]

@@ -112,6 +112,8 @@ pub(crate) struct Heard {
     pub(crate) resets: BTreeMap<u32, u32>,
     /// Streams with response headers.
     pub(crate) answered: Vec<u32>,
+    /// Those of them whose status is 200.
+    pub(crate) succeeded: Vec<u32>,
     /// Payloads of acknowledged PINGs.
     pub(crate) pongs: Vec<[u8; 8]>,
     /// SETTINGS arrived.
@@ -295,7 +297,13 @@ fn understand(buffer: &mut Vec<u8>, heard: &mut Heard) {
             RST_STREAM => {
                 heard.resets.insert(stream, code(0).unwrap_or_default());
             }
-            HEADERS => heard.answered.push(stream),
+            HEADERS => {
+                heard.answered.push(stream);
+                // The field of the static table that is `:status: 200`.
+                if payload.first() == Some(&0x88) {
+                    heard.succeeded.push(stream);
+                }
+            }
             PING if flags & ACK != 0 => heard.pongs.extend(payload.first_chunk::<8>().copied()),
             SETTINGS if flags & ACK == 0 => heard.is_http2 = true,
             _ => {}

@@ -121,7 +121,9 @@ impl Files {
         let dir = tempfile::TempDir::with_prefix("kubectl-test-")?;
         let users = [JANE, MAY].map(|user| (user.name.trim_start_matches("kas:"), user.token));
         endpoint::write_users(&dir.path().join("users.yaml"), &users)?;
-        let certificates = Certificates::new(dir.path(), &["127.0.0.1"])?;
+        // The other addresses are those of balancers.
+        let addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"];
+        let certificates = Certificates::new(dir.path(), &addresses)?;
         Ok(Self { dir, certificates })
     }
 
@@ -132,6 +134,11 @@ impl Files {
     /// The authority of the endpoint's certificate.
     pub(crate) fn ca(&self) -> &Path {
         &self.certificates.ca
+    }
+
+    /// The certificate of the endpoint.
+    pub(crate) fn certificates(&self) -> &Certificates {
+        &self.certificates
     }
 
     /// The configuration of a kas with the endpoint. Replicas share the audit log.

@@ -3,6 +3,7 @@
 //!
 //! One test runs at a time, so that what it measures is its own, and the API server is shared: see [`setup`].
 
+mod balancers;
 mod certificates;
 mod clients;
 mod conformance;

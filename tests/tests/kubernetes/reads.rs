@@ -121,7 +121,7 @@ async fn a_watch_reports_pods_created_during_it() -> Result<()> {
 
     let path = "/api/v1/namespaces/watched/pods?watch=true";
     let (mut ours, _kasctl) = chain.kasctl(&["request", "1", "GET", path]).await?.lines();
-    let mut kubectl = Command::new("kubectl")
+    let mut kubectl = Command::new(kubernetes.kubectl_program().await?)
         .arg("--kubeconfig")
         .arg(kubernetes.admin_kubeconfig())
         .args(["get", "--raw", path])

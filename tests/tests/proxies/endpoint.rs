@@ -10,20 +10,21 @@ use std::{net::SocketAddr, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use bytes::Bytes;
 use http::StatusCode;
-use serde_json::{Value, json};
+use serde_json::json;
 use testkit::{
     agentk::Agentk,
     endpoint,
     kas::token,
     process::SOON,
-    proxy::{Passes, Proxy},
+    proxy::{Balancer, Passes, Proxy},
 };
 use tokio::task::JoinSet;
 
 use crate::{
     HAPROXY,
     exchange::{
-        Answer, ApiServer, Asked, Protocol, Served, Upgraded, ask_for_upgrade, head_of, within, within_time,
+        Answer, ApiServer, Asked, Connecting, Protocol, Served, Upgraded, ask_for_upgrade, head_of, within,
+        within_time,
     },
 };
 
@@ -57,32 +58,12 @@ impl Endpoint {
     }
 }
 
-/// Returns a block of the section about the endpoint in docs/proxies.md.
-fn documented(language: &str) -> Result<&'static str> {
-    let (_, section) = include_str!("../../../docs/proxies.md")
-        .split_once("\n## In front of the endpoint for kubectl\n")
-        .context("docs/proxies.md has the section")?;
-    let (_, block) =
-        section.split_once(&format!("\n```{language}\n")).context("the section has the block")?;
-    Ok(block.split_once("\n```").context("the block ends")?.0)
-}
-
-/// A kind of balancer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Balancer {
-    Nginx,
-    Haproxy,
-    Envoy,
-}
-
-impl Balancer {
-    /// Checks that a client saw that a response was cut, or did not see it where docs/proxies.md says so.
-    fn check_cut(self, protocol: Protocol, is_seen: bool) -> Result<()> {
-        let is_hidden = self == Self::Haproxy && protocol == Protocol::Http2;
-        ensure!(is_hidden || is_seen, "the client takes a part of a response for the whole");
-        ensure!(!is_hidden || !is_seen, "this HAProxy tells clients of a cut: correct docs/proxies.md");
-        Ok(())
-    }
+/// Checks that a client saw that a response was cut, or did not see it where docs/proxies.md says so.
+fn check_cut(balancer: Balancer, protocol: Protocol, is_seen: bool) -> Result<()> {
+    let is_hidden = balancer == Balancer::Haproxy && protocol == Protocol::Http2;
+    ensure!(is_hidden || is_seen, "the client takes a part of a response for the whole");
+    ensure!(!is_hidden || !is_seen, "this HAProxy tells clients of a cut: correct docs/proxies.md");
+    Ok(())
 }
 
 /// The configuration of the balancers.
@@ -97,52 +78,20 @@ enum Config {
 }
 
 impl Config {
-    /// Sets the timers in a documented configuration.
-    fn timers(self, documented: &str, documented_timer: &str) -> String {
-        match self {
-            Self::Short => documented.replace(documented_timer, "1s"),
-            _ => documented.to_owned(),
+    async fn start(self, balancer: Balancer, kas: SocketAddr) -> Result<Proxy> {
+        match (self, balancer) {
+            (Self::Default, Balancer::Nginx) => Proxy::nginx(kas, Passes::Http, "").await,
+            (Self::Default, Balancer::Haproxy) => Proxy::haproxy(kas, Passes::Http, HAPROXY).await,
+            (Self::Default, Balancer::Envoy) => Proxy::envoy(kas, Passes::Http, json!({}), json!({})).await,
+            (Self::Documented, _) => Proxy::for_kubectl(balancer, kas, None, None).await,
+            (Self::Short, _) => Proxy::for_kubectl(balancer, kas, Some("1s"), None).await,
         }
-    }
-
-    async fn nginx(self, kas: SocketAddr) -> Result<Proxy> {
-        if self == Self::Default {
-            return Proxy::nginx(kas, Passes::Http, "").await;
-        }
-        let config = self.timers(documented("nginx")?, "24h").replace("kas:8154", &kas.to_string());
-        let (http, location) = config.split_once("# In the location").context("the block has two parts")?;
-        Proxy::nginx_http(kas, http, &format!("#{location}\n")).await
-    }
-
-    async fn haproxy(self, kas: SocketAddr) -> Result<Proxy> {
-        if self == Self::Default {
-            return Proxy::haproxy(kas, Passes::Http, HAPROXY).await;
-        }
-        let config = self.timers(documented("haproxy")?, "24h").replace('\n', "\n  ");
-        Proxy::haproxy(kas, Passes::Http, &format!("  timeout connect 5s\n  {config}\n")).await
-    }
-
-    async fn envoy(self, kas: SocketAddr) -> Result<Proxy> {
-        self.envoy_that(Passes::Http, kas).await
-    }
-
-    async fn envoy_that(self, passes: Passes, kas: SocketAddr) -> Result<Proxy> {
-        if self == Self::Default {
-            return Proxy::envoy(kas, passes, json!({}), json!({})).await;
-        }
-        let config: Value = serde_saphyr::from_str(&self.timers(documented("yaml")?, "0s"))?;
-        ensure!(config.as_object().is_some_and(|keys| keys.len() == 3), "{config}");
-        let manager = json!({
-            "upgrade_configs": config["upgrade_configs"],
-            "stream_idle_timeout": config["stream_idle_timeout"],
-        });
-        Proxy::envoy(kas, passes, manager, json!({ "timeout": config["timeout"] })).await
     }
 
     /// Starts all three.
     async fn all(self, kas: SocketAddr) -> Result<[(Balancer, Proxy); 3]> {
-        let (nginx, haproxy, envoy) =
-            tokio::try_join!(self.nginx(kas), self.haproxy(kas), Box::pin(self.envoy(kas)))?;
+        let [nginx, haproxy, envoy] = Balancer::ALL.map(|balancer| Box::pin(self.start(balancer, kas)));
+        let (nginx, haproxy, envoy) = tokio::try_join!(nginx, haproxy, envoy)?;
         Ok([(Balancer::Nginx, nginx), (Balancer::Haproxy, haproxy), (Balancer::Envoy, envoy)])
     }
 }
@@ -248,7 +197,7 @@ impl Way<'_> {
         served.part(b"{\"type\":").await?;
         answer.reads(b"{\"type\":").await?;
         drop(served);
-        self.balancer.check_cut(self.protocol, answer.shows_cut(SOON).await?)
+        check_cut(self.balancer, self.protocol, answer.shows_cut(SOON).await?)
     }
 
     /// Nothing of a response arrives before it is complete, although other requests are answered.
@@ -325,7 +274,7 @@ async fn upgrades(proxy: &Proxy, api_server: &ApiServer) -> Result<()> {
 #[tokio::test]
 async fn by_default_nginx_streams_what_kas_marks_and_passes_no_upgrade() -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
-    let proxy = &Config::Default.nginx(*address).await?;
+    let proxy = &Config::Default.start(Balancer::Nginx, *address).await?;
     for protocol in Protocol::BOTH {
         let way = Way { balancer: Balancer::Nginx, proxy, protocol, api_server };
         let check = async {
@@ -377,7 +326,7 @@ async fn nginx_decodes_paths_if_proxy_pass_has_one() -> Result<()> {
 #[tokio::test]
 async fn by_default_haproxy_streams_and_passes_upgrades() -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
-    let proxy = &Config::Default.haproxy(*address).await?;
+    let proxy = &Config::Default.start(Balancer::Haproxy, *address).await?;
     serves(Balancer::Haproxy, proxy, api_server).await?;
     upgrades(proxy, api_server).await
 }
@@ -385,7 +334,7 @@ async fn by_default_haproxy_streams_and_passes_upgrades() -> Result<()> {
 #[tokio::test]
 async fn by_default_envoy_streams_and_refuses_upgrades() -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
-    let proxy = &Config::Default.envoy(*address).await?;
+    let proxy = &Config::Default.start(Balancer::Envoy, *address).await?;
     serves(Balancer::Envoy, proxy, api_server).await?;
     for token in UPGRADES {
         // Nothing of it reaches the API server: the next request there is the one below.
@@ -419,11 +368,7 @@ async fn envoy_cuts_a_watch_by_the_timer_of_its_route_even_if_events_arrive() ->
 /// Checks everything through a balancer with the documented configuration.
 async fn everything_works(balancer: Balancer) -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
-    let proxy = &match balancer {
-        Balancer::Nginx => Config::Documented.nginx(*address).await?,
-        Balancer::Haproxy => Config::Documented.haproxy(*address).await?,
-        Balancer::Envoy => Box::pin(Config::Documented.envoy(*address)).await?,
-    };
+    let proxy = &Box::pin(Config::Documented.start(balancer, *address)).await?;
     serves(balancer, proxy, api_server).await?;
     upgrades(proxy, api_server).await
 }
@@ -447,9 +392,40 @@ async fn with_the_documented_configuration_everything_works_through_envoy() -> R
 #[tokio::test]
 async fn with_http2_to_kas_everything_works_through_envoy_too() -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
-    let proxy = &Box::pin(Config::Documented.envoy_that(Passes::Http2, *address)).await?;
+    let passes = Passes::Http2;
+    let proxy = Proxy::for_kubectl_by(Balancer::Envoy, passes, *address, None, None, json!({}));
+    let proxy = &Box::pin(proxy).await?;
     serves(Balancer::Envoy, proxy, api_server).await?;
     upgrades(proxy, api_server).await
+}
+
+/// Clients that upgrade a stream of HTTP/2, by extended CONNECT (RFC 8441): which balancers let them, and what
+/// becomes of it, as docs/proxies.md says.
+#[tokio::test]
+async fn extended_connect_works_where_the_documentation_says_so() -> Result<()> {
+    let Endpoint { address, api_server, .. } = &Endpoint::start().await?;
+    let [nginx, haproxy, envoy] = &Box::pin(Config::Documented.all(*address)).await?;
+    for (balancer, proxy) in [nginx, envoy] {
+        // Clients may not send what was not offered to them.
+        let client = Connecting::start(proxy).await?;
+        ensure!(!client.is_offered(), "{balancer:?} offers it: correct docs/proxies.md");
+    }
+
+    let haproxy = &haproxy.1;
+    let mut client = Connecting::start(haproxy).await?;
+    ensure!(client.is_offered(), "HAProxy does not offer it: correct docs/proxies.md");
+    client.passes_websocket(api_server).await.with_context(|| haproxy.process.log())?;
+    // The permission that a GET requires is another one than that of kubectl's POST.
+    let spdy = client.asks_for_spdy_by_get(api_server).await;
+    spdy.with_context(|| format!("SPDY\n{}", haproxy.process.log()))?;
+
+    let one_more = Endpoint::start().await?;
+    let connects = json!({ "http2_protocol_options": { "allow_connect": true } });
+    let envoy = Proxy::for_kubectl_by(Balancer::Envoy, Passes::Http, one_more.address, None, None, connects);
+    let envoy = &Box::pin(envoy).await?;
+    let mut client = Connecting::start(envoy).await?;
+    ensure!(client.is_offered(), "Envoy does not offer it: correct docs/proxies.md");
+    client.passes_websocket(&one_more.api_server).await.with_context(|| envoy.process.log())
 }
 
 /// Long requests of which a client sees nothing for a while.
@@ -489,7 +465,7 @@ impl Silent {
         // The API server still serves a watch while its client waits for the cut.
         for (protocol, _served, answer) in self.watches {
             let is_seen = answer.shows_cut(limit).await.context("watch")?;
-            self.balancer.check_cut(protocol, is_seen)?;
+            check_cut(self.balancer, protocol, is_seen)?;
         }
         for upgraded in self.upgrades {
             upgraded.ends_early(limit).await.context("upgrade")?;

@@ -410,3 +410,96 @@ async fn pass(from: &mut BufReader<TcpStream>, to: &mut BufReader<TcpStream>, by
     ensure!(got == bytes, "{} bytes are not equal", bytes.len());
     Ok(())
 }
+
+/// A client with HTTP/2 that asks for upgrades by extended CONNECT.
+pub(crate) struct Connecting {
+    send: h2::client::SendRequest<Bytes>,
+    _connection: JoinSet<Result<(), h2::Error>>,
+}
+
+impl Connecting {
+    /// Connects, and waits for the settings of the balancer, which come before an answer.
+    pub(crate) async fn start(proxy: &Proxy) -> Result<Self> {
+        let stream = TcpStream::connect(Protocol::Http2.address(proxy)).await?;
+        let (send, connection) = h2::client::handshake(stream).await?;
+        let mut tasks = JoinSet::new();
+        tasks.spawn(connection);
+        let mut send = send.ready().await?;
+        let (ready, _) = send.send_request(Request::get("http://kas/-/ready").body(())?, true)?;
+        let ready = within("the answer to a probe", ready).await??;
+        ensure!(ready.status() == StatusCode::OK, "{ready:?}");
+        Ok(Self { send, _connection: tasks })
+    }
+
+    /// Whether the balancer announces extended CONNECT.
+    pub(crate) fn is_offered(&self) -> bool {
+        self.send.is_extended_connect_protocol_enabled()
+    }
+
+    async fn ask(
+        &self,
+        protocol: &'static str,
+        target: &str,
+    ) -> Result<(h2::client::ResponseFuture, h2::SendStream<Bytes>)> {
+        let mut request = Request::builder()
+            .method(Method::CONNECT)
+            .uri(format!("http://kas/agents/1{target}"))
+            .header(header::AUTHORIZATION, format!("Bearer {JANE}"))
+            .header(header::SEC_WEBSOCKET_PROTOCOL, "v5.channel.k8s.io")
+            .header(header::SEC_WEBSOCKET_VERSION, "13")
+            .body(())?;
+        request.extensions_mut().insert(h2::ext::Protocol::from_static(protocol));
+        Ok(self.send.clone().ready().await?.send_request(request, false)?)
+    }
+
+    /// Opens a stream as WebSocket, through which bytes pass in both directions until it ends.
+    pub(crate) async fn passes_websocket(&mut self, api_server: &ApiServer) -> Result<()> {
+        let target = "/api/v1/namespaces/a/pods/b/exec?command=sh&stdin=true";
+        let (answer, mut send) = self.ask("websocket", target).await?;
+        let mut served = api_server.next("GET", target).await?;
+        ensure!(served.head.tokens("upgrade") == ["websocket"], "{:?}", served.head);
+        let key = served.head.get("sec-websocket-key").context("the handshake has no key")?;
+        let response = format!(
+            "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+             Sec-WebSocket-Protocol: v5.channel.k8s.io\r\nSec-WebSocket-Accept: {}\r\n\r\n",
+            derive_accept_key(key.as_bytes())
+        );
+        served.write(response.as_bytes()).await?;
+        let answer = within("the head of a response", answer).await??;
+        ensure!(answer.status() == StatusCode::OK, "{answer:?}");
+        ensure!(answer.headers()["sec-websocket-protocol"] == "v5.channel.k8s.io", "{answer:?}");
+        let mut receive = answer.into_body();
+        for n in 1..20 {
+            let bytes: Vec<u8> = (0..n).collect();
+            send.send_data(bytes.clone().into(), false)?;
+            ensure!(served.upload(bytes.len()).await? == bytes);
+            served.write(&bytes).await?;
+            let mut got = Vec::new();
+            while got.len() < bytes.len() {
+                let data = within("bytes of the API server", receive.data()).await?;
+                let data = data.context("the stream has ended")??;
+                receive.flow_control().release_capacity(data.len())?;
+                got.extend_from_slice(&data);
+            }
+            ensure!(got == bytes, "{got:?}");
+        }
+        // The API server ends, and so does the stream.
+        drop(served);
+        while let Some(data) = within("the end of the stream", receive.data()).await? {
+            ensure!(data.map_or(true, |data| data.is_empty()), "more bytes than were sent");
+        }
+        Ok(())
+    }
+
+    /// Asks for SPDY, which reaches the API server as a GET of HTTP/1.1. It refuses, and the client is told.
+    pub(crate) async fn asks_for_spdy_by_get(&self, api_server: &ApiServer) -> Result<()> {
+        let target = "/api/v1/namespaces/a/pods/b/exec?command=sh";
+        let (answer, _send) = self.ask("spdy/3.1", target).await?;
+        let served = api_server.next("GET", target).await?;
+        ensure!(served.head.tokens("upgrade") == ["spdy/3.1"], "{:?}", served.head);
+        served.whole("403 Forbidden", "{}").await?;
+        let answer = within("the head of a response", answer).await??;
+        ensure!(answer.status() == StatusCode::FORBIDDEN, "{answer:?}");
+        Ok(())
+    }
+}

@@ -125,6 +125,16 @@ pub fn tools() -> Result<Tools> {
     })
 }
 
+/// Finds the `kubectl` of the API server's version, and builds it when this machine has none yet, even if
+/// `KUBEBUILDER_ASSETS` is set. Blocks for minutes when it must be built.
+///
+/// # Errors
+///
+/// When there is no Go, or the build fails.
+pub(super) fn kubectl() -> Result<PathBuf> {
+    Ok(NODE.provide()?.join("kubectl"))
+}
+
 /// Finds Helm's own program, and builds it when this machine has none yet. Blocks for minutes when it must be
 /// built.
 ///
@@ -253,8 +263,8 @@ fn go(module: &Path, arguments: &[&str]) -> Result<String> {
     let output = match output {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
             "these tests run a real kube-apiserver, etcd, kubectl and helm: install Go 1.26 or newer, which \
-             builds them once. Some tests need only the two servers: for those, KUBEBUILDER_ASSETS may name \
-             a folder with them instead (`setup-envtest use -p path` makes one)"
+             builds them once. Some tests need only the two servers, and no kubectl: for those, \
+             KUBEBUILDER_ASSETS may name a folder with them instead (`setup-envtest use -p path` makes one)"
         ),
         output => output.context("could not run go")?,
     };
