@@ -16,7 +16,7 @@ use kube_request::{Kind, RequestInfo, Status};
 use net::http::Body;
 use observe::audit::Rule;
 
-use crate::{FleetRefusal, ended_by::EndedBy, request_id::RequestId};
+use crate::{ended_by::EndedBy, request_id::RequestId};
 
 /// The largest part of an agent's message that is passed on, in characters.
 const LONGEST_MESSAGE: usize = 1024;
@@ -70,7 +70,7 @@ impl Failure {
     }
 
     /// A request that was allowed and has failed.
-    fn failed(ended_by: EndedBy, code: StatusCode, text: impl Into<String>) -> Self {
+    pub(crate) fn failed(ended_by: EndedBy, code: StatusCode, text: impl Into<String>) -> Self {
         Self { status: Status::new(code, text), rule: None, ended_by, headers: Vec::new() }
     }
 
@@ -204,16 +204,6 @@ impl Failure {
             Code::DeadlineExceeded => upstream(StatusCode::GATEWAY_TIMEOUT),
             Code::Unavailable => Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text),
             _ => upstream(StatusCode::BAD_GATEWAY),
-        }
-    }
-
-    /// A question below `/fleet/` that has no answer.
-    pub(crate) fn of_fleet(refusal: FleetRefusal) -> Self {
-        let FleetRefusal { status, text, retry_after } = refusal;
-        let failure = Self::failed(EndedBy::Upstream, status, plain(&text));
-        match retry_after {
-            Some(wait) => failure.with_retry_after(wait),
-            None => failure,
         }
     }
 
@@ -358,7 +348,7 @@ fn only_reads(method: &Method) -> bool {
 }
 
 /// Returns a message of a peer without control characters, and not longer than a client should see.
-fn plain(message: &str) -> String {
+pub(crate) fn plain(message: &str) -> String {
     message.chars().take(LONGEST_MESSAGE).map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 

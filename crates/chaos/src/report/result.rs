@@ -9,13 +9,16 @@ use anyhow::{Context as _, Result};
 use history::{History, Invariant};
 use serde::{Deserialize, Serialize};
 
-use super::{Form, slow::SIMULATION};
+use super::Form;
 use crate::{
     judge::{self, Totals},
     measure::{Better, Measured},
     slope::Slope,
     timeline,
 };
+
+/// How the files begin in which `cargo xtask sim --report` keeps its results.
+pub(super) const SIMULATION: &str = "simulation-";
 
 /// Messages of failures that are kept of a run, the most frequent first.
 const ERRORS: usize = 8;

@@ -9,10 +9,11 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde::Deserialize;
 
-use super::{date, result::RunResult};
+use super::{
+    date,
+    result::{RunResult, SIMULATION},
+};
 
-/// How the files begin in which `cargo xtask sim --report` keeps its results.
-pub(super) const SIMULATION: &str = "simulation-";
 /// Seeds that failed are named up to this many.
 const NAMED: usize = 20;
 

@@ -27,7 +27,7 @@ use super::{About, of_kas};
 use crate::{
     ClientStream, KubernetesApi, ListedAgent,
     ended_by::EndedBy,
-    failure::Failure,
+    failure::{Failure, plain},
     open::OwnRequest,
     origin::{Visit, is_preflight},
     record::Ending,
@@ -106,6 +106,16 @@ pub struct FleetRefusal {
     pub text: String,
     /// When the question may be repeated.
     pub retry_after: Option<Duration>,
+}
+
+impl FleetRefusal {
+    fn into_failure(self) -> Failure {
+        let failure = Failure::failed(EndedBy::Upstream, self.status, plain(&self.text));
+        match self.retry_after {
+            Some(wait) => failure.with_retry_after(wait),
+            None => failure,
+        }
+    }
 }
 
 /// Who asks, and which agents it reaches.
@@ -379,7 +389,7 @@ impl KubernetesApi {
             request: about.id.as_str().to_owned(),
             caller,
         };
-        self.fleet.answer(question).await.map_err(Failure::of_fleet)
+        self.fleet.answer(question).await.map_err(FleetRefusal::into_failure)
     }
 }
 
