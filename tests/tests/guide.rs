@@ -754,10 +754,10 @@ async fn from_git_to_the_cluster() -> Result<()> {
     fs::copy(kas.dir().join("kas.yaml"), stage.at("work/kas.yaml"))?;
     let migration = programs_in(MIGRATION);
     ensure!(migration.len() >= 7, "{migration:?}");
-    for command in &migration {
+    // What GitLab answers to `kas gitlab check` is the matter of the tests in gitlab.rs.
+    for command in migration.iter().filter(|command| !command.starts_with("kas gitlab check")) {
         let command = command.replace("AGENT", "7");
         let command = match command.as_str() {
-            "kas gitlab check kas.yaml" => format!("{command} --token-file /etc/kas/agent.token"),
             // The text has named the file before.
             "kas config check" => format!("{command} kas.yaml"),
             _ => command,

@@ -63,6 +63,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
+    // Which agents of a fleet are meant: usable alone, without I/O.
+    ("fleet", &["ids"]),
+    // Takes PromQL apart and merges answers: usable alone, without I/O or our other crates.
+    ("promql", &[]),
     // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.
     ("views", &[]),
     // Which repositories are followed, and which files of them are read.
@@ -70,7 +74,19 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Reads configurations, sends them to agents, and tells GitLab about them.
     (
         "agent-config",
-        &["ids", "proto", "process", "grpc", "settings", "kas-config", "gitlab", "repository", "git-sources"],
+        &[
+            "ids",
+            "proto",
+            "process",
+            "grpc",
+            "settings",
+            "kas-config",
+            "gitlab",
+            "repository",
+            "git-sources",
+            "fleet",
+            "promql",
+        ],
     ),
     // What is recorded of each request.
     (
@@ -90,7 +106,18 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Requests of kas itself to the API server of an agent.
     (
         "cluster-call",
-        &["ids", "proto", "grpc", "tunnel", "http-tunnel", "kube-request", "gitops", "observe", "routing"],
+        &[
+            "ids",
+            "proto",
+            "grpc",
+            "tunnel",
+            "http-tunnel",
+            "kube-request",
+            "gitops",
+            "observe",
+            "routing",
+            "fleet",
+        ],
     ),
     // Reads commits and files: usable alone, without our other crates.
     ("repository", &[]),
@@ -153,6 +180,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "gitops",
             "repository",
             "planner",
+            "fleet",
+            "promql",
             "mailbox",
             "views",
         ],
@@ -203,6 +232,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "agent-config",
             "routing",
             "gitops",
+            "fleet",
+            "promql",
             "mailbox",
             "views",
             "kas",

@@ -7,7 +7,9 @@ use std::{
     time::Duration,
 };
 
+use fleet::{ServiceAddress, is_label_key, is_label_value};
 use ids::{Impersonation, Pattern};
+use promql::Scope;
 use serde_json::Value;
 use settings::walk::{self, Rule, Section, Unknown};
 
@@ -19,6 +21,10 @@ const CHECK: Duration = Duration::from_secs(300);
 const CHECKS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(24 * 3_600));
 /// The most namespaces, environments or projects.
 const MOST: usize = 1_000;
+/// The most labels.
+const MOST_LABELS: usize = 64;
+/// The longest prefix of the paths of Prometheus, in bytes.
+const LONGEST_PREFIX: usize = 256;
 /// The longest name of an environment, in bytes: that of GitLab.
 const LONGEST_NAME: usize = 255;
 
@@ -33,8 +39,23 @@ pub struct KasYaml {
     pub check: Duration,
     /// As whom manifest projects are applied, by their names: service accounts.
     pub identities: BTreeMap<String, Impersonation>,
+    /// Labels by which selectors of agents find it.
+    pub labels: BTreeMap<String, String>,
+    /// Where Prometheus is in the cluster; `None`: nowhere.
+    pub prometheus: Option<Prometheus>,
     /// The webhooks that the agent takes.
     pub hooks: Hooks,
+}
+
+/// A Prometheus server in the cluster of an agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prometheus {
+    /// The Service.
+    pub service: ServiceAddress,
+    /// What its paths begin with: empty, or a path without a slash at its end.
+    pub prefix: String,
+    /// What of its data may be asked for; `None`: everything.
+    pub scope: Option<Scope>,
 }
 
 impl Default for KasYaml {
@@ -44,6 +65,8 @@ impl Default for KasYaml {
             namespaces: None,
             check: CHECK,
             identities: BTreeMap::new(),
+            labels: BTreeMap::new(),
+            prometheus: None,
             hooks: Hooks::default(),
         }
     }
@@ -57,7 +80,8 @@ pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
     let text = std::str::from_utf8(file).map_err(|_| "the file is not UTF-8".to_owned())?;
     let size = settings::yaml::Size::Small;
     let mut root = settings::yaml::parse(text, size).map_err(|problem| problem.to_string())?;
-    // The names of projects are keys, so they are read without the walk.
+    // The names of projects and labels are keys, so they are read without the walk.
+    let labels = root.as_object_mut().and_then(|root| root.remove("labels"));
     let projects = root.get_mut("gitops").and_then(Value::as_object_mut).and_then(|it| it.remove("projects"));
     let hooks = root.as_object_mut().and_then(|root| root.remove("hooks"));
     let (mut parsed, report) = walk::walk(&root, Unknown::Fails, read);
@@ -65,6 +89,7 @@ pub fn parse(file: &[u8]) -> Result<KasYaml, String> {
         return Err(problem.to_string());
     }
     parsed.identities = identities(projects)?;
+    parsed.labels = self::labels(labels)?;
     parsed.hooks = Hooks::parse(hooks)?;
     if let Some(namespaces) = &parsed.namespaces {
         for (at, hook) in parsed.hooks.list().iter().enumerate() {
@@ -105,7 +130,85 @@ fn read(root: &mut Section<'_, '_>) -> KasYaml {
     }
     let check =
         root.section("gitops", "", |s| s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), ""));
-    KasYaml { environments, namespaces: is_bound.then_some(namespaces), check, ..KasYaml::default() }
+    let prometheus = root.section("prometheus", "", prometheus);
+    KasYaml {
+        environments,
+        namespaces: is_bound.then_some(namespaces),
+        check,
+        prometheus,
+        ..KasYaml::default()
+    }
+}
+
+fn prometheus(section: &mut Section<'_, '_>) -> Option<Prometheus> {
+    let expected = "a Service as namespace/name:port, such as monitoring/prometheus:9090";
+    let service = section.required("service", "monitoring/prometheus:9090", expected, "");
+    let prefix = section.text("prefix", "", "");
+    let scope = section.optional_text("match", r#"{namespace="shop"}"#, "");
+    if !section.is_present() {
+        return None;
+    }
+    let service: Option<ServiceAddress> = service.parse().ok();
+    if service.is_none() && !section.is_refused("service") {
+        section.refuse("service", expected);
+    }
+    if !is_prefix(&prefix) {
+        section.refuse("prefix", "a path such as /prometheus, of letters, digits, -, _ and .");
+    }
+    let scope = match scope.as_deref().map(Scope::parse) {
+        None => None,
+        Some(Ok(scope)) => Some(scope),
+        Some(Err(refused)) => {
+            section.refuse("match", refused.to_string());
+            None
+        }
+    };
+    let prefix = prefix.trim_end_matches('/').to_owned();
+    Some(Prometheus { service: service?, prefix, scope })
+}
+
+/// Whether a text can be what the paths of a server begin with.
+fn is_prefix(text: &str) -> bool {
+    let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'/' | b'-' | b'_' | b'.');
+    text.len() <= LONGEST_PREFIX
+        && (text.is_empty() || text.starts_with('/'))
+        && text.bytes().all(is_inner)
+        && !text.split('/').any(|part| matches!(part, "." | ".."))
+        && !text.contains("//")
+}
+
+fn labels(labels: Option<Value>) -> Result<BTreeMap<String, String>, String> {
+    const EXPECTED: &str = "expected a mapping such as {env: prod, region: eu-west}";
+    let labels = match labels {
+        None | Some(Value::Null) => return Ok(BTreeMap::new()),
+        Some(Value::Object(labels)) => labels,
+        Some(_) => return Err(format!("labels: {EXPECTED}")),
+    };
+    if labels.len() > MOST_LABELS {
+        return Err(format!("labels has {} items; at most {MOST_LABELS} are read", labels.len()));
+    }
+    let mut read = BTreeMap::new();
+    for (key, value) in labels {
+        if !is_label_key(&key) {
+            return Err(format!(
+                "labels.{key}: expected a key of at most 63 letters, digits, -, _ and ., other than id, project, \
+                 name and all"
+            ));
+        }
+        let value = match value {
+            Value::String(value) => value,
+            Value::Number(number) => number.to_string(),
+            Value::Bool(value) => value.to_string(),
+            _ => return Err(format!("labels.{key}: expected a text")),
+        };
+        if !is_label_value(&value) {
+            return Err(format!(
+                "labels.{key}: expected at most 63 letters, digits, -, _ and ., with a letter or digit at both ends"
+            ));
+        }
+        read.insert(key, value);
+    }
+    Ok(read)
 }
 
 fn identities(projects: Option<Value>) -> Result<BTreeMap<String, Impersonation>, String> {
@@ -169,6 +272,8 @@ gitops:
   check: 1m
   projects:
     group/x.y: {as: system:serviceaccount:ns:deployer}
+labels: {env: prod, tier: 1}
+prometheus: {service: monitoring/prometheus:9090, prefix: /prom/, match: '{namespace=\"shop\"}'}
 ";
         let parsed = parse(file.as_bytes()).unwrap();
         let environments: Vec<String> = parsed.environments.iter().map(ToString::to_string).collect();
@@ -176,6 +281,12 @@ gitops:
         assert_eq!(parsed.namespaces, Some(["a", "b"].map(str::to_owned).into()));
         assert_eq!(parsed.check, Duration::from_secs(60));
         assert_eq!(parsed.identities["group/x.y"].username, "system:serviceaccount:ns:deployer");
+        let labels: Vec<_> = parsed.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        assert_eq!(labels, ["env=prod", "tier=1"]);
+        let prometheus = parsed.prometheus.unwrap();
+        assert_eq!(prometheus.service.to_string(), "monitoring/prometheus:9090");
+        assert_eq!(prometheus.prefix, "/prom");
+        assert_eq!(prometheus.scope.unwrap().to_string(), r#"{namespace="shop"}"#);
     }
 
     #[test]
@@ -193,6 +304,15 @@ gitops:
             ("gitops: {projects: {a: {as: jane}}}", "gitops.projects.a.as"),
             ("gitops: {projects: {a: {as: 'system:serviceaccount:ns'}}}", "gitops.projects.a.as"),
             ("gitops: {projects: {a: {like: b}}}", "gitops.projects.a.like"),
+            ("labels: [a]", "labels"),
+            ("labels: {name: a}", "labels.name"),
+            ("labels: {env: 'a b'}", "labels.env"),
+            ("labels: {env: [a]}", "labels.env"),
+            ("prometheus: {}", "prometheus.service"),
+            ("prometheus: {service: a}", "prometheus.service"),
+            ("prometheus: {service: 'a/b:1', prefix: ../x}", "prometheus.prefix"),
+            ("prometheus: {service: 'a/b:1', match: up}", "prometheus.match"),
+            ("prometheus: {service: 'a/b:1', scope: up}", "prometheus.scope"),
             ("[1]", ""),
             ("a: [", ""),
         ] {

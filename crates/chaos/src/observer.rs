@@ -140,7 +140,8 @@ impl Asking<'_> {
 
     /// Asks for agents; `None`: there is no answer.
     async fn look(&mut self, watched: &[i64]) -> Option<(u64, Seen)> {
-        let time = ANSWER.max(2 * period(watched.len()));
+        // Many questions take seconds on a busy machine.
+        let time = ANSWER.max(5 * period(watched.len()));
         let asked = timeout(time, async { look(&self.caller().await?, watched).await }).await;
         self.answered(asked)
     }

@@ -215,6 +215,13 @@ fn short(value: f64) -> String {
     }
 }
 
+/// The day of a moment in seconds since 1970, in UTC.
+fn date(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds).unwrap_or(0);
+    let text = prost_types::Timestamp { seconds, nanos: 0 }.to_string();
+    text.split('T').next().unwrap_or_default().to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

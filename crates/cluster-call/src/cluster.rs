@@ -14,7 +14,7 @@ use observe::{
 use routing::router::Router;
 use tokio::{sync::Semaphore, time::Instant};
 
-use crate::{Call, Opened, Request, Response, cancels, open, send};
+use crate::{Budget, Call, Opened, Request, Response, cancels, open, send};
 
 /// What the requests of a [`Cluster`] have in common.
 #[derive(Clone, Debug)]
@@ -42,13 +42,15 @@ pub struct ClusterSettings {
 /// The API server of one agent.
 ///
 /// Each request has its own record in the audit log, whose actor has the issuer `kas` and the task as its
-/// subject.
+/// subject, unless another one is [given](Self::with_actor).
 pub struct Cluster {
     router: Arc<Router>,
     observer: Arc<Observer>,
     settings: ClusterSettings,
     actor: Arc<Actor>,
     permits: Arc<Semaphore>,
+    /// What responses may hold together; `None`: there is no such limit.
+    budget: Option<Arc<Budget>>,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -62,7 +64,19 @@ impl Cluster {
     pub fn new(router: Arc<Router>, observer: Arc<Observer>, settings: ClusterSettings) -> Self {
         let actor = Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) };
         let permits = Arc::new(Semaphore::new(settings.at_once.max(1)));
-        Self { router, observer, settings, actor: Arc::new(actor), permits }
+        Self { router, observer, settings, actor: Arc::new(actor), permits, budget: None }
+    }
+
+    /// Names who asked for the task, for the audit log.
+    #[must_use]
+    pub fn with_actor(self, actor: Arc<Actor>) -> Self {
+        Self { actor, ..self }
+    }
+
+    /// Counts what responses hold, also with those of other agents.
+    #[must_use]
+    pub fn with_budget(self, budget: Arc<Budget>) -> Self {
+        Self { budget: Some(budget), ..self }
     }
 
     /// Returns the same API server for another task, which shares the limit of requests at once.
@@ -70,7 +84,8 @@ impl Cluster {
     pub fn with_task(&self, task: String, impersonation: Option<Impersonation>) -> Self {
         let permits = Arc::clone(&self.permits);
         let settings = ClusterSettings { task, impersonation, ..self.settings.clone() };
-        Self { permits, ..Self::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings) }
+        let cluster = Self::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings);
+        Self { permits, budget: self.budget.clone(), ..cluster }
     }
 
     /// Sends a request, and reads its complete response. It waits while too many others are open.
@@ -85,8 +100,12 @@ impl Cluster {
         let _permit = self.permits.acquire().await;
         let begun = self.begin("short", &request);
         let mut ending = Ending { record: begun.record.clone(), end: None };
-        let answer =
-            send(&self.router, begun.named(request, &self.settings), begun.call(&self.settings)).await;
+        let answer = send(
+            &self.router,
+            begun.named(request, &self.settings),
+            begun.call(&self.settings, self.budget.as_deref()),
+        )
+        .await;
         ending.end = Some(match &answer {
             Ok(response) => (u16::try_from(response.status).ok(), "upstream", response.body.len() as u64),
             Err(_) => (None, "tunnel", 0),
@@ -105,7 +124,7 @@ impl Cluster {
         let begun = self.begin("watch", &request);
         let mut ending = Ending { record: begun.record.clone(), end: None };
         let request = begun.named(request, &self.settings);
-        match open(&self.router, request, for_old, begun.call(&self.settings)).await {
+        match open(&self.router, request, for_old, begun.call(&self.settings, self.budget.as_deref())).await {
             Ok(opened) => {
                 ending.end = Some((u16::try_from(opened.status).ok(), "client", 0));
                 Ok(Watching { opened, ending })
@@ -141,8 +160,7 @@ impl Cluster {
             KubernetesAction::of_info(method, &info, &request.target, user)
         });
         record.allowed_at_endpoint(method, &HeaderMap::new());
-        let correlation =
-            HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("kas-gitops"));
+        let correlation = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("kas"));
         Begun { id, audit_id, correlation, record }
     }
 }
@@ -163,7 +181,7 @@ impl Begun {
             .header("User-Agent", settings.user_agent.clone())
     }
 
-    fn call<'a>(&'a self, settings: &'a ClusterSettings) -> Call<'a> {
+    fn call<'a>(&'a self, settings: &'a ClusterSettings, budget: Option<&'a Budget>) -> Call<'a> {
         Call {
             agent: settings.agent,
             connection: None,
@@ -173,6 +191,7 @@ impl Begun {
             wait_until: Instant::now().checked_add(settings.find),
             record: &self.record,
             max_body: settings.max_body,
+            budget,
         }
     }
 }

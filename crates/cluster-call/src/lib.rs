@@ -1,12 +1,15 @@
 //! HTTP requests of kas itself to the API server of an agent, through its tunnel.
 //!
-//! [`send`] sends one request and reads its complete response; [`open`] one whose response is read part by part.
-//! Everything that kas asks of a cluster uses it,
+//! [`send`] sends one request and reads its complete response; [`open`] one whose response is read part by
+//! part. Everything that kas asks of a cluster uses them,
 //! so it works with every agent that serves `KubernetesApi`. [`Cluster`] adds what a task that makes many
 //! requests needs: an identity, records in the audit log, and a limit of the tunnels that it occupies.
+//! [`ServiceRequest`] is one to a Service of the cluster, by the API server's proxy.
 
 mod api;
+mod budget;
 mod cluster;
+mod service;
 
 use std::sync::Arc;
 
@@ -25,7 +28,11 @@ use routing::router::{AgentRequest, Answering, ChosenAgentk, RouteTrace, Router}
 use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
 
-pub use self::cluster::{Cluster, ClusterSettings, Watching};
+pub use self::{
+    budget::Budget,
+    cluster::{Cluster, ClusterSettings, Watching},
+    service::{ServiceRequest, ServiceResponse},
+};
 
 /// A request to an API server.
 #[derive(Clone, Debug)]
@@ -74,6 +81,8 @@ pub struct Call<'a> {
     pub record: &'a RequestRecord,
     /// The largest body of a response, in bytes.
     pub max_body: usize,
+    /// What responses may hold together; `None`: there is no such limit.
+    pub budget: Option<&'a Budget>,
 }
 
 pub use http_tunnel::kas_end::Response;
@@ -82,16 +91,18 @@ pub use http_tunnel::kas_end::Response;
 ///
 /// # Errors
 /// Errors of the router, `UNIMPLEMENTED` if the target cannot be sent to this agent, `RESOURCE_EXHAUSTED` if
-/// the response is too large, and `INTERNAL` if it is incomplete. [`Status::outcome`] tells whether the
-/// request may have reached the API server; `None` means that it may have.
+/// the response is too large or the budget is used up, and `INTERNAL` if it is incomplete.
+/// [`Status::outcome`] tells whether the request may have reached the API server; `None` means that it may
+/// have.
 ///
 /// # Cancel safety
 /// Dropping the future cancels the request, which may have reached the API server by then.
 pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<Response, Status> {
     let body = grpc::full(messages(request, call.impersonation)?);
-    let (deadline, max_body) = (call.deadline, call.max_body);
+    let (deadline, max_body, budget) = (call.deadline, call.max_body, call.budget);
     let answer = route(router, call, body, false, ChosenAgentk::default()).await?;
-    within(deadline, kas_end::read_response(answer, max_body)).await
+    let admit = |bytes| budget.map_or(Ok(()), |budget| budget.take(bytes));
+    within(deadline, kas_end::read_response_within(answer, max_body, admit)).await
 }
 
 /// A response that is read part by part.

@@ -4,6 +4,7 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod fleet;
 mod hooks;
 mod http2;
 mod kubernetes;
@@ -19,6 +20,7 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    fleet::{prometheus_answers, promql},
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
@@ -30,7 +32,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 24] = [
+pub const ALL: [Target; 26] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -48,6 +50,8 @@ pub const ALL: [Target; 24] = [
     ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
     ("private_messages", private_messages),
+    ("prometheus_answers", prometheus_answers),
+    ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
     ("tunnel_frames", tunnel_frames),

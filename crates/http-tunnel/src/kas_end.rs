@@ -6,6 +6,9 @@ mod first_message;
 
 pub use self::{
     action::impersonated_user,
-    client::{Response, ResponseReader, impersonation_extra, incomplete, read_response, request_messages},
+    client::{
+        Response, ResponseReader, impersonation_extra, incomplete, read_response, read_response_within,
+        request_messages,
+    },
     first_message::{FirstMessage, read_first_message},
 };

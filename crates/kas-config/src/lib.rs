@@ -49,6 +49,7 @@ pub use self::{
         listen::{Listen, Network, TlsFiles},
         observability::{Audit, AuditOutput, LogLevel, Observability, PAGE_PATH, Page, Tracing},
         private_api::{Advertise, OtherReplicas, PrivateApi},
+        prometheus::Prometheus,
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
         repositories::{LocalRepository, Place},
         tracker::{Replication, Shared, Tracker},
@@ -83,6 +84,8 @@ pub struct Config {
     pub gitaly: Gitaly,
     /// Repositories on this host.
     pub repositories: Vec<LocalRepository>,
+    /// Limits of questions to the Prometheus servers of agents.
+    pub prometheus: Prometheus,
     /// Rows of objects of agents' clusters.
     pub views: Views,
 }

@@ -18,6 +18,7 @@ pub(crate) mod listen;
 pub(crate) mod observability;
 mod origin;
 pub(crate) mod private_api;
+pub(crate) mod prometheus;
 pub(crate) mod redis;
 pub(crate) mod repositories;
 pub(crate) mod tracker;
@@ -90,6 +91,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let gitlab = gitlab::read(root, by_gitlab, info_cache);
     let gitaly = gitaly::read(root, by_gitlab);
     let repositories = repositories::read(root);
+    let prometheus = prometheus::read(root);
     let views = views::read(root);
 
     // Only default files need the folder: a container without a home folder starts if its configuration names
@@ -138,6 +140,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         drain,
         gitaly,
         repositories,
+        prometheus,
         views,
     }
 }

@@ -49,6 +49,7 @@ use self::{
 };
 use crate::{
     certificates::{CertificateMetrics, Certificates},
+    fleet::{AgentFiles, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -419,6 +420,7 @@ impl Kas {
         let audit_metrics = Arc::new(AuditMetrics::new(&mut registry, "kas"));
         let agent_metrics = Arc::new(AgentMetrics::new(&mut registry));
         let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
+        let fleet_metrics = Arc::new(FleetMetrics::new(&mut registry));
         let mailbox_metrics = Arc::new(MailboxMetrics::new(&mut registry));
         let view_metrics = Arc::new(ViewMetrics::new(&mut registry));
         let admin = Admin {
@@ -528,6 +530,12 @@ impl Kas {
             peers: mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         };
         let (planners, sync) = git.planners(&config, uses);
+        let files = AgentFiles::new(
+            Arc::clone(sync.held()),
+            Arc::clone(&tracker),
+            replica.id.clone(),
+            mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
+        );
         let hub = Hub::new(HubParts {
             settings: HubSettings {
                 memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
@@ -624,6 +632,7 @@ impl Kas {
             let mut services =
                 Arc::clone(&mesh.backend).services(Arc::clone(&tunnels), Arc::clone(&refusals));
             services.push(sync.for_replicas());
+            services.push(files.for_replicas());
             services.push(pushes.service());
             services.extend(hooks_private);
             let service = PrivateListener::new(
@@ -673,6 +682,8 @@ impl Kas {
                 usage,
                 tracker: Arc::clone(&tracker),
                 sync: Arc::clone(&sync),
+                files,
+                fleet_metrics,
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),

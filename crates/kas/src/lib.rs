@@ -8,6 +8,7 @@ pub mod certificates;
 pub mod cli;
 mod connected;
 mod directory;
+pub mod fleet;
 pub mod hooks;
 pub mod listener;
 pub mod mailbox;

@@ -178,6 +178,7 @@ async fn page(
         wait_until: None,
         record: asked.record,
         max_body: MAX_CHUNK_BYTES,
+        budget: None,
     };
     let request = Request::new(Method::GET, target(query, token, limit)?)
         .header("Accept", ACCEPT)

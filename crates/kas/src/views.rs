@@ -20,6 +20,7 @@ mod subscription;
 mod summary;
 #[cfg(test)]
 mod tests;
+mod wake;
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -11,7 +11,7 @@ use crate::{
     failure::{Exit, Failure},
     get, gitops, hooks, kubeconfig, login,
     output::{Output, note},
-    pods, probe, replicas, request, token, tracker, why,
+    pods, probe, promql, replicas, request, token, tracker, why,
 };
 
 /// Runs the command in the arguments of the process.
@@ -96,6 +96,7 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
             .await
         }
         Command::Diff(args) => Box::pin(diff::run(global, output, args)).await,
+        Command::Promql(args) => Box::pin(promql::run(global, output, &args)).await,
         Command::Request(args) => {
             // A missing file is reported before kas is called.
             let prepared = request::Prepared::new(args).await?;

@@ -4,6 +4,7 @@ mod get;
 mod kubectl;
 mod login;
 mod probe;
+mod promql;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -17,12 +18,14 @@ use self::{
     kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
     login::{LOGIN_HELP, LOGOUT_HELP},
     probe::PROBE_HELP,
+    promql::PROMQL_HELP,
 };
 pub(crate) use self::{
     get::GetArgs,
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
+    promql::PromqlArgs,
 };
 use crate::{
     address::Address,
@@ -411,6 +414,9 @@ pub(crate) enum Command {
     /// List the environments that agents stand for, and how their manifests fare
     #[command(after_help = ENVIRONMENTS_HELP)]
     Environments(EnvironmentsArgs),
+    /// Ask the Prometheus servers of many clusters as if they were one
+    #[command(after_help = PROMQL_HELP)]
+    Promql(Box<PromqlArgs>),
     /// Send an HTTP request to the Kubernetes API of an agent's cluster
     #[command(after_help = REQUEST_HELP)]
     Request(RequestArgs),

@@ -3,16 +3,15 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, StatusCode, header};
-use http_body_util::Full;
+use http::{Request, Response, StatusCode, header};
 use ids::AgentId;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use proto::kas::api::v1::{DiffChange, DiffResponse, diff_request::Files};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    agent_list::said,
-    https::{self, send_within},
+    endpoint::{Endpoint, Error, said},
+    failure::Failure,
     kas_url::KasUrl,
     link::TlsOptions,
     user_token::Token,
@@ -20,41 +19,6 @@ use crate::{
 
 /// The largest answer, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
-
-/// Why there is no diff.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// No connection. Nothing was sent.
-    #[error("cannot reach kas at {url}: {why}")]
-    Connect {
-        /// The URL of kas.
-        url: String,
-        /// The cause, and what to do.
-        why: String,
-    },
-    /// kas refused the credential.
-    #[error("kas at {url} refused the credential: {why}")]
-    Refused {
-        /// The URL of kas.
-        url: String,
-        /// What kas said.
-        why: String,
-    },
-    /// kas made no diff.
-    #[error("kas at {url} made no diff: {why}")]
-    Answer {
-        /// The URL of kas.
-        url: String,
-        /// What it answered.
-        why: String,
-    },
-    /// A file that is not UTF-8.
-    #[error("{0} is not UTF-8: manifests are text")]
-    NotText(String),
-    /// `--ca-file` cannot be used.
-    #[error("{0}; set a PEM file with certificates with --ca-file")]
-    CaFile(#[source] https::Error),
-}
 
 #[derive(Serialize)]
 struct Body<'a> {
@@ -95,7 +59,7 @@ struct ObjectJson {
 /// Asks for a diff of the files of a manifest project, within a time; zero for no limit.
 ///
 /// # Errors
-/// See [`Error`].
+/// There is no diff.
 ///
 /// # Cancel safety
 /// Cancel safe: the connection is closed.
@@ -106,51 +70,32 @@ pub(crate) async fn fetch(
     (agent, project): (AgentId, &str),
     files: &Files,
     limit: Duration,
-) -> Result<DiffResponse, Error> {
-    let url_text = || url.to_string();
+) -> Result<DiffResponse, Failure> {
     let project = utf8_percent_encode(project, NON_ALPHANUMERIC);
     let target = url.fleet(&format!("diff?agent={agent}&project={project}"));
-    let wrong = |error: http::Error| Error::Answer { url: url_text(), why: error.to_string() };
-    let bearer = HeaderValue::try_from(format!("Bearer {}", token.expose()));
-    let mut bearer = bearer.map_err(|error| wrong(error.into()))?;
-    bearer.set_sensitive(true);
-    let request = Request::post(target)
-        .header(header::ACCEPT, "application/json")
-        .header(header::CONTENT_TYPE, "application/json")
-        .header(header::AUTHORIZATION, bearer)
-        .body(Full::from(body(files)?))
-        .map_err(wrong)?;
-    let sent = send_within(limit, options, request, MAX_ANSWER).await;
-    let response = sent.map_err(|error| match error {
-        https::Error::Connect(why) => Error::Connect { url: url_text(), why },
-        https::Error::Response(why) => Error::Answer { url: url_text(), why },
-        error @ https::Error::CaFile(_) => Error::CaFile(error),
-    })?;
-    read(url, &response)
+    let endpoint = Endpoint { url, what: "made no diff" };
+    let request = Request::post(target).header(header::CONTENT_TYPE, "application/json");
+    let response = endpoint.send(options, token, request, body(files)?, (limit, MAX_ANSWER)).await?;
+    Ok(read(endpoint, &response)?)
 }
 
-fn body(files: &Files) -> Result<Bytes, Error> {
+fn body(files: &Files) -> Result<Bytes, Failure> {
     let mut listed = Vec::with_capacity(files.files.len());
     for file in &files.files {
-        let content = std::str::from_utf8(&file.content).map_err(|_| Error::NotText(file.path.clone()))?;
+        let content = std::str::from_utf8(&file.content).map_err(|_| Failure::NotText(file.path.clone()))?;
         listed.push(FileJson { path: &file.path, content });
     }
     // Texts can always be written.
     Ok(serde_json::to_vec(&Body { files: listed }).unwrap_or_default().into())
 }
 
-fn read(url: &KasUrl, response: &Response<Bytes>) -> Result<DiffResponse, Error> {
-    let failed = |why: String| Error::Answer { url: url.to_string(), why };
-    match response.status() {
-        StatusCode::OK => {}
-        status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
-            return Err(Error::Refused { url: url.to_string(), why: said(status, response.body()) });
-        }
-        status => return Err(failed(said(status, response.body()))),
+fn read(endpoint: Endpoint<'_>, response: &Response<Bytes>) -> Result<DiffResponse, Error> {
+    let status = response.status();
+    if status != StatusCode::OK {
+        return Err(endpoint.failed(said(status, response.body())));
     }
-    let made: DiffJson = serde_json::from_slice(response.body()).map_err(|error| {
-        failed(format!("it answered with something else ({error}); is --url the endpoint for kubectl?"))
-    })?;
+    let made: DiffJson =
+        serde_json::from_slice(response.body()).map_err(|error| endpoint.not_json(&error))?;
     let change = |change: ChangeJson| {
         let ObjectJson { group, kind, namespace, name } = change.object;
         let ChangeJson { action, file, diff, error, .. } = change;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::{
     address::Address,
-    agent_list, credential_source, diff_at,
+    credential_source, endpoint,
     file_error::{FileError, reason},
     jwt, kubeconfig_file, link, list_file, login_session, secret,
 };
@@ -77,12 +77,12 @@ pub(crate) enum Failure {
     /// The entry was not added to the list, which is unchanged.
     #[error(transparent)]
     ListFile(#[from] list_file::Error),
-    /// The agents of a credential cannot be listed.
+    /// The Kubernetes API endpoint did not answer as expected.
     #[error(transparent)]
-    AgentList(#[from] agent_list::Error),
-    /// The Kubernetes API endpoint made no diff.
-    #[error(transparent)]
-    DiffAt(#[from] diff_at::Error),
+    Endpoint(#[from] endpoint::Error),
+    /// A manifest that is not text.
+    #[error("{0} is not UTF-8: manifests are text")]
+    NotText(String),
     /// The list of agents is empty.
     #[error("no agent: the credential reaches none, or the selector matches none; nothing was changed")]
     NoAgents,
@@ -176,8 +176,7 @@ impl Failure {
             Self::PipeClosed => Exit::Ok,
             Self::Usage(_) | Self::Probe(_) | Self::NoOutcome => Exit::Usage,
             Self::Connect { .. } => Exit::Unreachable,
-            Self::AgentList(agent_list::Error::Connect { .. })
-            | Self::DiffAt(diff_at::Error::Connect { .. }) => Exit::Unreachable,
+            Self::Endpoint(endpoint::Error::Connect { .. }) => Exit::Unreachable,
             Self::Login(error) | Self::Credential(credential_source::Error::Login(error))
                 if error.is_unreachable() =>
             {
@@ -186,15 +185,14 @@ impl Failure {
             Self::Secret(_)
             | Self::Credential(_)
             | Self::Login(_)
-            | Self::AgentList(agent_list::Error::Refused { .. })
-            | Self::DiffAt(diff_at::Error::Refused { .. }) => Exit::Unauthenticated,
+            | Self::Endpoint(endpoint::Error::Refused { .. }) => Exit::Unauthenticated,
             Self::Call { exit, .. } => *exit,
             Self::Interrupted => Exit::Interrupted,
             Self::Token(_)
             | Self::File(_)
             | Self::ListFile(_)
-            | Self::AgentList(_)
-            | Self::DiffAt(_)
+            | Self::Endpoint(_)
+            | Self::NotText(_)
             | Self::NoAgents
             | Self::NoConnectedAgent
             | Self::LargeCaFile { .. }

@@ -14,6 +14,7 @@ use crate::{
     cli::{Format, KubeconfigArgs},
     credential::API_VERSION,
     credential_source::Source,
+    endpoint,
     failure::{Exit, Failure},
     file_error::FileError,
     https,
@@ -192,10 +193,10 @@ fn selected(selector: Option<&Selector>, listed: Vec<ReachableAgent>) -> Vec<Wan
 fn authorities(path: &Path, most: Option<usize>) -> Result<String, Failure> {
     // Checked here, because kubectl would report it with every call.
     let checked = net::tls::client(Some(path)).map_err(https::Error::CaFile);
-    checked.map_err(agent_list::Error::CaFile)?;
+    checked.map_err(endpoint::Error::CaFile)?;
     // Not the file itself: it may also have a private key, and kubeconfigs are passed on.
     let certificates = net::tls::certificates(path).map_err(https::Error::CaFile);
-    let text = pem(&certificates.map_err(agent_list::Error::CaFile)?);
+    let text = pem(&certificates.map_err(endpoint::Error::CaFile)?);
     if most.is_some_and(|most| text.len() > most) {
         return Err(Failure::LargeCaFile { path: path.to_owned(), bytes: text.len() });
     }

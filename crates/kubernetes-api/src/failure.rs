@@ -16,7 +16,7 @@ use kube_request::{Kind, RequestInfo, Status};
 use net::http::Body;
 use observe::audit::Rule;
 
-use crate::{ended_by::EndedBy, request_id::RequestId};
+use crate::{FleetRefusal, ended_by::EndedBy, request_id::RequestId};
 
 /// The largest part of an agent's message that is passed on, in characters.
 const LONGEST_MESSAGE: usize = 1024;
@@ -204,6 +204,16 @@ impl Failure {
             Code::DeadlineExceeded => upstream(StatusCode::GATEWAY_TIMEOUT),
             Code::Unavailable => Self::failed(EndedBy::Tunnel, StatusCode::SERVICE_UNAVAILABLE, text),
             _ => upstream(StatusCode::BAD_GATEWAY),
+        }
+    }
+
+    /// A question below `/fleet/` that has no answer.
+    pub(crate) fn of_fleet(refusal: FleetRefusal) -> Self {
+        let FleetRefusal { status, text, retry_after } = refusal;
+        let failure = Self::failed(EndedBy::Upstream, status, plain(&text));
+        match retry_after {
+            Some(wait) => failure.with_retry_after(wait),
+            None => failure,
         }
     }
 

@@ -65,7 +65,10 @@ pub use self::{
     origin::Origins,
     rate::RequestRate,
     selection::Prefix,
-    serve::{DiffQuestion, Diffs},
+    serve::{
+        DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
+        FleetRoute, NotReached, Reachable,
+    },
 };
 use self::{
     agents::{Listing, Sightings},
@@ -115,6 +118,8 @@ pub struct Parts {
     pub is_ready: Box<dyn Fn() -> bool + Send + Sync>,
     /// Makes diffs of manifests.
     pub diffs: Arc<dyn Diffs>,
+    /// Answers questions to many agents, and others below `/fleet/`.
+    pub fleet: Arc<dyn Fleet>,
     /// Called for each request that is allowed, before it is sent to its agent.
     pub allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
 }
@@ -137,6 +142,7 @@ pub struct KubernetesApi {
     is_ready: Box<dyn Fn() -> bool + Send + Sync>,
     allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
     diffs: Arc<dyn Diffs>,
+    fleet: Arc<dyn Fleet>,
     /// Diffs of files that may be made at once.
     diffs_open: Semaphore,
     open: Arc<OpenRequests>,
@@ -163,6 +169,7 @@ impl KubernetesApi {
             refusals,
             is_ready,
             diffs,
+            fleet,
             allowed,
         } = parts;
         let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
@@ -177,6 +184,7 @@ impl KubernetesApi {
             is_ready,
             allowed,
             diffs,
+            fleet,
             diffs_open: Semaphore::new(serve::DIFFS),
             open,
             sightings: Arc::default(),

@@ -1,5 +1,6 @@
 //! The steps of a request.
 
+mod diff;
 mod fleet;
 
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
@@ -51,8 +52,16 @@ use crate::{
     upload::{ClientBody, Ends, Upload},
 };
 
-pub(crate) use self::fleet::DIFFS;
-pub use self::fleet::{DiffQuestion, Diffs};
+pub(crate) use self::diff::DIFFS;
+#[cfg(test)]
+pub(crate) use self::fleet::routes;
+pub use self::{
+    diff::{DiffQuestion, Diffs},
+    fleet::{
+        Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute, NotReached,
+        Reachable,
+    },
+};
 
 /// How long a request waits for an agent that is not connected, and was not a short time ago.
 const ABSENT: Duration = Duration::from_secs(3);
@@ -256,13 +265,14 @@ impl KubernetesApi {
                 let credential = self.credential(credential, trust)?;
                 return Box::pin(self.list(about, trust, &credential)).await;
             }
-            Place::Fleet if fleet::is_diff(&path) => {
+            Place::Fleet => {
                 not_here(connect.as_ref())?;
                 let (parts, path) = (&parts, &*path);
-                let asked = fleet::Asked { parts, path, body, credential, visit, by_host, stream };
-                return self.diff(about, trust, asked).await;
+                let asked = fleet::Asked { parts, path, body, credential, by_host, stream };
+                // Its future would be a large part of that of every request.
+                return Box::pin(self.fleet(about, trust, asked, &visit)).await;
             }
-            Place::Fleet | Place::Ready => {
+            Place::Ready => {
                 return Err(Failure::refused(
                     Rule::Form,
                     StatusCode::NOT_FOUND,

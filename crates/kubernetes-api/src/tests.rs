@@ -4,6 +4,7 @@
 mod browser;
 mod connect;
 mod ends;
+mod fleet;
 mod lab;
 mod tracker;
 mod upgrades;

@@ -107,7 +107,7 @@ impl Mailbox {
     pub fn next_wake(&self, now: Time, most: Duration) -> Time {
         let latest = now.after(most);
         let delivery = self.ready.first().map(|(due, _)| *due);
-        let exchange = self.peers.values().filter_map(crate::exchange::Peer::wake).min();
+        let exchange = self.peers.values().filter_map(crate::peer::Peer::wake).min();
         [delivery, exchange].into_iter().flatten().fold(latest, Time::min)
     }
 }

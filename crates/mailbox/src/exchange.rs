@@ -1,7 +1,7 @@
 //! What replicas say to each other: one question at a time to each other replica, with everything that is to
 //! be said.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use ids::{AgentId, ReplicaId};
 
@@ -9,6 +9,7 @@ use crate::{
     Definition, Mailbox, Message, MessageId, State, Time,
     definitions::Kept,
     entry::{Entry, There},
+    peer::{Asked, Key, Peer, Urgency},
 };
 
 /// Bytes of messages and definitions in one question, except if a single one has more.
@@ -75,55 +76,6 @@ pub struct Answer {
 /// There is no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure;
-
-/// Something that is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Key {
-    Definition(AgentId),
-    Message(MessageId),
-}
-
-/// How urgent it is to tell something, the most urgent first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Urgency {
-    Copy,
-    Ask,
-}
-
-/// Another replica.
-#[derive(Debug, Default)]
-pub(crate) struct Peer {
-    queue: BTreeSet<(Urgency, Key)>,
-    /// To be queued again at the time beside it.
-    later: BTreeSet<Key>,
-    later_at: Option<Time>,
-    /// What was asked, and has no answer yet.
-    asked: Option<Asked>,
-    /// The process that answered last.
-    run: Option<u64>,
-    failures: u32,
-    retry_at: Option<Time>,
-}
-
-#[derive(Debug)]
-struct Asked {
-    generation: u64,
-    offers: Vec<(MessageId, (u32, State))>,
-    messages: Vec<(MessageId, (u32, State))>,
-    definitions: Vec<(AgentId, [u8; 32])>,
-}
-
-impl Peer {
-    /// Returns when something is to be said; `None`: nothing is, or an answer is awaited.
-    pub(crate) fn wake(&self) -> Option<Time> {
-        if self.asked.is_some() {
-            return None;
-        }
-        let now = (!self.queue.is_empty()).then_some(Time(i64::MIN));
-        let soonest = now.into_iter().chain(self.later_at).min()?;
-        Some(self.retry_at.map_or(soonest, |retry| retry.max(soonest)))
-    }
-}
 
 impl Mailbox {
     /// Queues something for each other holder that does not have it.

@@ -23,6 +23,7 @@ mod flaw;
 mod home;
 mod limits;
 mod list;
+mod peer;
 mod state;
 #[cfg(test)]
 mod tests;

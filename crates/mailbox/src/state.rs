@@ -13,8 +13,8 @@ use crate::{
     Confirmed, Definition, Header, Limits, Member, Message, MessageId, State, Time,
     definitions::{Definitions, Kept},
     entry::{self, Entry, Target, There},
-    exchange::{Key, Peer},
     home::View,
+    peer::{Key, Peer},
 };
 
 /// A hook that has arrived and was verified.

@@ -15,13 +15,15 @@ pub mod table;
 #[cfg(test)]
 mod tests;
 mod texts;
+mod uid;
 
 pub use self::{
     definition::{Definitions, Form, InvalidView, Resource, View},
     filter::{BoundFilter, Filter, InvalidFilter},
     labels::{InvalidLabels, Labels},
-    store::{Key, Listing, RowRef, Since, Store, Uid, Versions},
+    store::{Key, Listing, RowRef, Since, Store, Versions},
     table::{Column, Columns, Event, NewRow, Page, Source, Unreadable},
+    uid::Uid,
 };
 
 /// What is known of the rows of an agent.

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, HashSet, VecDeque},
-    fmt,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -12,6 +11,7 @@ use std::{
 use crate::{
     table::{Columns, NewRow, Page},
     texts::{Text, Texts},
+    uid::Uid,
 };
 
 /// The changes that are remembered.
@@ -43,56 +43,6 @@ pub struct Key {
     pub namespace: Arc<str>,
     /// The name of the object.
     pub name: Box<str>,
-}
-
-/// The uid of an object.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Uid {
-    /// As Kubernetes makes them.
-    Uuid(u128),
-    /// Another text.
-    Other(Box<str>),
-}
-
-impl Uid {
-    /// Reads a uid.
-    pub fn new(text: &str) -> Self {
-        Self::uuid(text).unwrap_or_else(|| Self::Other(text.into()))
-    }
-
-    fn uuid(text: &str) -> Option<Self> {
-        let bytes = text.as_bytes();
-        let is_dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);
-        let is_legal = |(at, byte): (usize, &u8)| match is_dash(at) {
-            true => *byte == b'-',
-            false => byte.is_ascii_digit() || matches!(byte, b'a'..=b'f'),
-        };
-        if bytes.len() != 36 || !bytes.iter().enumerate().all(is_legal) {
-            return None;
-        }
-        let digits: String = text.chars().filter(|c| *c != '-').collect();
-        u128::from_str_radix(&digits, 16).ok().map(Self::Uuid)
-    }
-}
-
-impl fmt::Display for Uid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Other(text) => f.write_str(text),
-            Self::Uuid(number) => {
-                let part = |from: u32, digits: u32| (number >> (128 - from - digits)) & ((1 << digits) - 1);
-                write!(
-                    f,
-                    "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",
-                    part(0, 32),
-                    part(32, 16),
-                    part(48, 16),
-                    part(64, 16),
-                    part(80, 48)
-                )
-            }
-        }
-    }
 }
 
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use crate::{definition::Form, store::Uid};
+use crate::{definition::Form, uid::Uid};
 
 /// The most columns of a table.
 pub const MOST_COLUMNS: usize = 64;

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 use history::Invariant;
 
 use super::{
-    number,
+    date, number,
     result::{FAILS, Quantity, RunResult},
     short,
     slow::{self, Simulated},
@@ -323,13 +323,6 @@ pub(super) fn totals(result: &RunResult) -> String {
 fn struck(result: &RunResult) -> String {
     let kinds: Vec<String> = result.faults.iter().map(|(kind, count)| format!("{kind} ({count})")).collect();
     if kinds.is_empty() { String::new() } else { format!("Faults: {}.", kinds.join(", ")) }
-}
-
-/// The day of a moment in seconds since 1970, in UTC.
-pub(super) fn date(seconds: u64) -> String {
-    let seconds = i64::try_from(seconds).unwrap_or(0);
-    let text = prost_types::Timestamp { seconds, nanos: 0 }.to_string();
-    text.split('T').next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

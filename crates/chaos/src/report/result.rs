@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use history::{History, Invariant};
 use serde::{Deserialize, Serialize};
 
-use super::Form;
+use super::{Form, slow::SIMULATION};
 use crate::{
     judge::{self, Totals},
     measure::{Better, Measured},
@@ -207,7 +207,8 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<RunResult>> {
     let mut results = Vec::new();
     for entry in entries {
         let path: PathBuf = entry?.path();
-        if path.extension().is_none_or(|ending| ending != "json") {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !name.ends_with(".json") || name.starts_with(SIMULATION) {
             continue;
         }
         let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -244,6 +245,8 @@ mod tests {
         std::fs::write(folder.path().join("S02-seed-1.jsonl"), "a history").unwrap();
         let seeds: Vec<u64> = read(folder.path()).unwrap().iter().map(|result| result.seed).collect();
         assert_eq!(seeds, [2, 1]);
+        std::fs::write(folder.path().join("simulation-5.json"), r#"{"faults": 5}"#).unwrap();
+        assert_eq!(read(folder.path()).unwrap().len(), 2, "it is read elsewhere");
         std::fs::write(folder.path().join("S03-1-1.json"), "{").unwrap();
         assert!(read(folder.path()).is_err(), "a result that cannot be read is not left out silently");
     }

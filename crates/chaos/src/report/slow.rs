@@ -9,10 +9,10 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde::Deserialize;
 
-use super::{page, result::RunResult};
+use super::{date, result::RunResult};
 
 /// How the files begin in which `cargo xtask sim --report` keeps its results.
-const SIMULATION: &str = "simulation-";
+pub(super) const SIMULATION: &str = "simulation-";
 /// Seeds that failed are named up to this many.
 const NAMED: usize = 20;
 
@@ -79,7 +79,7 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
                     "[{verdict}](#{}) ({}), {}, commit {}, {} s, {} requests, {} without a response",
                     id.to_lowercase(),
                     last.form,
-                    page::date(last.started),
+                    date(last.started),
                     last.commit,
                     last.seconds,
                     last.totals.requests,
@@ -108,7 +108,7 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
         let _ = writeln!(
             out,
             "| {} | `{command}` | {commit} | {seeds} | {failed} | {simulated} s | {faults} | {requests} | {seconds} s |",
-            page::date(*started)
+            date(*started)
         );
     }
 }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::Result;
-use history::SECOND;
+use history::{Micros, SECOND};
 use rand::RngExt as _;
 use testkit::network::Traffic;
 use tokio::time::{Instant, sleep};
@@ -31,11 +31,10 @@ pub(super) async fn soak(run: &mut Run) -> Result<()> {
     let begun = clock::now();
     let end = Instant::now() + run.length;
     let mut samples: Vec<(f64, Size)> = Vec::new();
-    while Instant::now() < end {
-        strike(run).await?;
-        run.settled(SETTLES).await?;
-        sleep(RESTS).await;
-        samples.push((millis(clock::now() - begun) / 1000.0, run.size(0).await?));
+    // What was measured until a step fails is not lost with it.
+    let mut ended = Ok(());
+    while ended.is_ok() && Instant::now() < end {
+        ended = step(run, begun, &mut samples).await;
     }
     let from = millis(clock::now() - begun) / 1000.0 * WARM;
     samples.retain(|(at, _)| *at >= from);
@@ -49,7 +48,17 @@ pub(super) async fn soak(run: &mut Run) -> Result<()> {
         run.notes.push(format!("{undecided} slopes are undecided, which is not the same as none."));
     }
     run.notes.push(format!("The faults lasted {} s.", (clock::now() - begun) / SECOND));
+    ended?;
     all_back(run).await
+}
+
+/// A fault, equal views after it, and the sizes of replica 0 at rest.
+async fn step(run: &mut Run, begun: Micros, samples: &mut Vec<(f64, Size)>) -> Result<()> {
+    strike(run).await?;
+    run.settled(SETTLES).await?;
+    sleep(RESTS).await;
+    samples.push((millis(clock::now() - begun) / 1000.0, run.size(0).await?));
+    Ok(())
 }
 
 /// One random fault, and its end. Replica 0 is neither killed nor paused.

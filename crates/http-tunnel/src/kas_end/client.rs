@@ -86,6 +86,22 @@ where
     B: http_body::Body<Data = Bytes> + Unpin,
     B::Error: Into<grpc::BoxError>,
 {
+    read_response_within(body, max, |_| Ok(())).await
+}
+
+/// As [`read_response`]. `admit` is asked before each part of the body is kept, with its length in bytes.
+///
+/// # Errors
+/// As of [`read_response`], and what `admit` returns.
+pub async fn read_response_within<B>(
+    body: B,
+    max: usize,
+    mut admit: impl FnMut(usize) -> Result<(), Status>,
+) -> Result<Response, Status>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<grpc::BoxError>,
+{
     let mut reading = ResponseReader::new(body);
     let head = reading.head().await?;
     let mut content = BytesMut::new();
@@ -96,6 +112,7 @@ where
                 format!("the API server's response is larger than {max} bytes"),
             ));
         }
+        admit(data.len())?;
         content.extend_from_slice(&data);
     }
     Ok(Response { status: head.status_code, head, body: content.freeze() })

@@ -354,6 +354,15 @@ fn an_empty_file_means_one_replica_on_loopback() {
         drain: Drain { delay: secs(5), timeout: secs(30), upgrade_grace: secs(600) },
         gitaly: Gitaly { all: (200.0, 400), per_server: (100.0, 200), ca_certificate: None },
         repositories: Vec::new(),
+        prometheus: Prometheus {
+            agents: 1_000,
+            timeout: secs(10),
+            max_answer: 8 << 20,
+            max_question: 64 << 20,
+            max_memory: 256 << 20,
+            max_series: 50_000,
+            per_caller: 4,
+        },
         views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {

@@ -26,6 +26,7 @@ use super::{StartError, part::Part, reload::Reloader};
 use crate::{
     certificates::LiveVerifier,
     directory::AgentDirectory,
+    fleet::{AgentFiles, FleetMetrics, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
 };
@@ -47,6 +48,8 @@ pub(super) struct Uses {
     pub(super) usage: Option<Arc<Usage>>,
     pub(super) tracker: Arc<dyn Tracker>,
     pub(super) sync: Arc<SyncService>,
+    pub(super) files: Arc<AgentFiles>,
+    pub(super) fleet_metrics: Arc<FleetMetrics>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -123,6 +126,8 @@ pub(super) async fn part(
         usage,
         tracker,
         sync,
+        files,
+        fleet_metrics,
         observer,
         metrics,
         refusals,
@@ -138,6 +143,14 @@ pub(super) async fn part(
         Arc::clone(&directory) as _,
     )
     .await?;
+    let fleet = FleetService::new(
+        Arc::clone(&router),
+        Arc::clone(&observer),
+        Arc::clone(&directory),
+        files,
+        fleet_metrics,
+        (&config.prometheus).into(),
+    );
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
         authorizer,
@@ -148,6 +161,7 @@ pub(super) async fn part(
         refusals,
         is_ready,
         diffs: sync,
+        fleet,
         allowed: Box::new(move |authorized| {
             if let Some(usage) = &usage {
                 count(usage, authorized);

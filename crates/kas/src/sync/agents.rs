@@ -62,6 +62,20 @@ impl HeldAgents {
         held.filter_map(|agent| self.configs.kas_yaml(&agent).map(|state| (agent, state))).collect()
     }
 
+    /// Returns what `kas.yaml` of an agent says that has a configuration stream here. `None`: it is not
+    /// known.
+    pub(crate) fn file(&self, agent: AgentId) -> Option<KasState> {
+        self.configs.kas_yaml(&*self.identity.agent(agent)?)
+    }
+
+    /// Reads `kas.yaml` of an agent that has no configuration stream here. `None`: it is not on this host.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn read_file(&self, agent: AgentId) -> Option<KasState> {
+        self.configs.read_kas_yaml(&*self.identity.agent(agent)?).await
+    }
+
     /// Reads `kas.yaml` of agents that this replica does not hold, if the files are on this host.
     ///
     /// # Cancel safety

@@ -74,6 +74,11 @@ impl SyncService {
         Arc::new(Self { planners, tracker, me, peers, held })
     }
 
+    /// Returns the agents of this replica.
+    pub(crate) fn held(&self) -> &Arc<HeldAgents> {
+        &self.held
+    }
+
     /// Returns the service for other replicas.
     pub(crate) fn for_replicas(self: &Arc<Self>) -> (String, LocalService) {
         let server = SyncServer::new(Here(Arc::clone(self)));

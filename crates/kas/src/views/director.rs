@@ -18,7 +18,7 @@ use super::{
     feed::{FeedKey, Look, What},
     question::{MOST_NAMESPACES, Question},
     rights::Rights,
-    subscription::Wake,
+    wake::Wake,
 };
 
 /// The most agents of a subscription.

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
 use views::{AgentState, Resource, Store};
 
-use super::{Hub, subscription::Wake};
+use super::{Hub, wake::Wake};
 
 /// What a feed reads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -12,14 +12,13 @@ use std::{
 
 use grpc::{Code, Status};
 use ids::AgentId;
-use parking_lot::Mutex;
 use process::lifecycle::Phase;
 use proto::kas::api::v1::{
     UnansweredAgent, UnansweredReplica, ViewAgent, ViewColumn, ViewColumns, ViewKey, ViewKeys, ViewReset,
     ViewRow, ViewRows, ViewSynced, WatchViewResponse, watch_view_response::Event,
 };
 use tokio::{
-    sync::{Notify, mpsc, watch},
+    sync::{mpsc, watch},
     task::AbortHandle,
     time::Instant,
 };
@@ -31,6 +30,7 @@ use super::{
     feed::Look,
     question::{Question, Resume},
     rights::Rights,
+    wake::Wake,
 };
 
 /// The most rows of a message.
@@ -43,25 +43,6 @@ const SETTLE: Duration = Duration::from_millis(20);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Notes of the director that wait.
 const NOTES: usize = 64;
-
-/// Wakes a subscription, and says which of its feeds have changed.
-#[derive(Debug, Default)]
-pub(crate) struct Wake {
-    changed: Mutex<BTreeSet<usize>>,
-    notify: Notify,
-}
-
-impl Wake {
-    /// The feed with this number has changed.
-    pub(crate) fn changed(&self, number: usize) {
-        self.changed.lock().insert(number);
-        self.notify.notify_one();
-    }
-
-    fn take(&self) -> BTreeSet<usize> {
-        std::mem::take(&mut self.changed.lock())
-    }
-}
 
 /// A feed, and what the caller has of it.
 struct Seen {

@@ -254,7 +254,7 @@ async fn feeds_are_read_until_a_while_after_the_last_caller() {
     sleep(Duration::from_secs(299)).await;
     let mut client = lab.ask(|_| {});
     client.synced().await.unwrap();
-    assert_eq!(world.watches.load(Ordering::SeqCst), 1, "it was still read");
+    assert_eq!(world.lists.load(Ordering::SeqCst), 1, "it was still read");
     drop(client);
     sleep(Duration::from_secs(301)).await;
     assert_eq!((lab.hub.feeds.lock().len(), world.open.load(Ordering::SeqCst)), (0, 0));

@@ -1,162 +1,170 @@
-//! Requests that kas answers itself, below `/fleet/`: `POST /fleet/diff?agent=…&project=…`.
+//! Requests that kas answers itself, below `/fleet/`.
 
-use std::{sync::Arc, time::Duration};
+pub(crate) mod routes;
+
+use std::{
+    net::IpAddr,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use callers::{Authorized, Credential, CredentialError};
-use grpc::Status;
-use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header, request};
-use http_body::Body as HttpBody;
-use ids::{AgentId, Impersonation};
+use callers::{Authorized, Credential, CredentialError, KnownAgent, Refused, SourceKind};
+use grpc::BoxError;
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header, request};
+use http_body::{Body as HttpBody, Frame};
+use ids::{Actor, AgentId};
 use kube_request::{Kind, Target, headers::is_impersonation};
 use net::http::{Body, Trust};
 use observe::audit::Rule;
-use serde_json::Value;
 
+pub use self::routes::FleetRoute;
+use self::routes::{Auth, Route, Serves};
 use super::{About, of_kas};
 use crate::{
-    ClientStream, KubernetesApi,
+    ClientStream, KubernetesApi, ListedAgent,
     ended_by::EndedBy,
     failure::Failure,
+    open::OwnRequest,
     origin::{Visit, is_preflight},
     record::Ending,
     selection,
     upload::ClientBody,
 };
 
-/// The largest body, in bytes: 20 MiB of files, their paths, and what JSON adds.
-const MOST_BODY: usize = 24 << 20;
-/// The most files of a diff.
-const MOST_FILES: usize = 10_000;
-/// The content of all files together, in bytes.
-const MOST_CONTENT: usize = 20 << 20;
-/// Diffs whose files are held in memory at once, of all callers.
-pub(crate) const DIFFS: usize = 4;
-/// The longest name of a project, in bytes.
-const LONGEST_PROJECT: usize = 1_024;
+/// Headers of a request that its answer may depend on.
+const PASSED: [&str; 5] = ["accept", "content-type", "kas-fleet-require", "last-event-id", "user-agent"];
 
-/// Makes diffs of manifests.
+/// Answers what is asked below `/fleet/`, except diffs.
 #[async_trait]
-pub trait Diffs: Send + Sync {
-    /// Returns what these files would change in the cluster of an agent, as JSON. Nothing is written.
+pub trait Fleet: Send + Sync {
+    /// Answers a question.
     ///
     /// # Errors
-    /// A status for people.
+    /// A refusal, which the client gets as a `Status` of Kubernetes. Clients that expect errors in another form
+    /// get those as an answer.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the client has left.
+    async fn answer(&self, question: FleetQuestion) -> Result<FleetAnswer, FleetRefusal>;
+}
+
+/// What [`Fleet`] is asked.
+pub struct FleetQuestion {
+    /// The path.
+    pub route: FleetRoute,
+    /// What stands in the variable places of the path: segments decoded, the rest of a path as it was sent.
+    pub places: Vec<String>,
+    /// The method: one that the route has.
+    pub method: http::Method,
+    /// Path and query.
+    pub target: Target,
+    /// Some of the headers: none has a credential.
+    pub headers: HeaderMap,
+    /// The body.
+    pub body: Bytes,
+    /// The id of the request.
+    pub request: String,
+    /// Who asks.
+    pub caller: Arc<dyn FleetCaller>,
+}
+
+impl std::fmt::Debug for FleetQuestion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FleetQuestion").field("route", &self.route).finish_non_exhaustive()
+    }
+}
+
+/// An answer.
+pub struct FleetAnswer {
+    /// The status.
+    pub status: StatusCode,
+    /// Headers besides those of every answer and `Content-Length`.
+    pub headers: HeaderMap,
+    /// The body.
+    pub body: FleetBody,
+}
+
+/// The body of an answer.
+pub enum FleetBody {
+    /// All of it.
+    Whole(Bytes),
+    /// One that goes on. Whoever makes it ends it when this replica leaves, and when the caller may no longer
+    /// ask.
+    Stream(Body),
+}
+
+/// Why there is no answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FleetRefusal {
+    /// The status: at least 400.
+    pub status: StatusCode,
+    /// A text for people.
+    pub text: String,
+    /// When the question may be repeated.
+    pub retry_after: Option<Duration>,
+}
+
+/// Who asks, and which agents it reaches.
+#[async_trait]
+pub trait FleetCaller: Send + Sync {
+    /// Returns its name, by which its requests are counted.
+    fn name(&self) -> Arc<str>;
+
+    /// Returns it as the audit log tells it.
+    fn actor(&self) -> Arc<Actor>;
+
+    /// Returns the agent that the path is about, if it is about one, with the permission for it.
+    fn agent(&self) -> Option<&Authorized>;
+
+    /// Returns the agents that it may reach.
+    ///
+    /// # Errors
+    /// [`NotReached`].
     ///
     /// # Cancel safety
     /// Cancel safe.
-    async fn diff(&self, question: DiffQuestion) -> Result<Bytes, Status>;
+    async fn reachable(&self) -> Result<Reachable, NotReached>;
+
+    /// Returns as whom it may use an agent. Each call decides anew, so a stream can learn of a permission that
+    /// was withdrawn.
+    ///
+    /// # Errors
+    /// [`NotReached`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn authorize(&self, agent: AgentId) -> Result<Authorized, NotReached>;
 }
 
-/// What [`Diffs`] is asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiffQuestion {
-    /// The agent.
-    pub agent: AgentId,
-    /// The name of a manifest project of its configuration.
-    pub project: String,
-    /// Paths and contents.
-    pub files: Vec<(String, Bytes)>,
-    /// As whom the cluster is asked; `None`: with agentk's own rights, which the caller has.
-    pub run_as: Option<Impersonation>,
+/// Agents that a caller may reach, and whether they are connected.
+#[derive(Clone, Debug)]
+pub struct Reachable {
+    /// The agents. Each of them still has to be [authorized](FleetCaller::authorize).
+    pub agents: Vec<ListedAgent>,
+    /// The source of the caller tells nothing of all agents, so these are simply all that are known, and it
+    /// has to be asked about each. Whoever asks must bound their number.
+    pub is_guess: bool,
 }
 
-/// Whether a path below `/fleet` is served here.
-pub(super) fn is_diff(path_and_query: &str) -> bool {
-    path_and_query.split('?').next() == Some("/fleet/diff")
+/// Why an agent, or all, are out of reach.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotReached {
+    /// The credential is not valid, or no longer: status 401.
+    #[error("the token is not valid")]
+    Unauthenticated,
+    /// The caller may not use the agent. Whether there is such an agent is not told.
+    #[error("this credential gives no access to this agent")]
+    Forbidden,
+    /// That cannot be said now: status 503.
+    #[error("{0}")]
+    Unavailable(String),
 }
 
-/// Agent and project of the query.
-fn named(path_and_query: &str) -> Result<(Option<AgentId>, String), Failure> {
-    let target =
-        Target::parse(path_and_query.to_owned()).map_err(|error| Failure::malformed(error.to_string()))?;
-    let (mut agent, mut project) = (None, None);
-    for (key, values) in target.query_values() {
-        let [value] = values.as_slice() else {
-            return Err(Failure::malformed(format!("the query names {key} more than once")));
-        };
-        match key.as_str() {
-            "agent" => {
-                let id: AgentId = value.parse().map_err(|_| {
-                    Failure::malformed("the query must have agent=, and the number of an agent")
-                })?;
-                agent = Some(id);
-            }
-            "project" if !value.is_empty() && value.len() <= LONGEST_PROJECT => project = Some(value.clone()),
-            "project" => {}
-            _ => {
-                let text = format!("the query has {key}, and only agent and project are known");
-                return Err(Failure::malformed(text));
-            }
-        }
-    }
-    let project = project.ok_or_else(|| {
-        Failure::malformed("the query must have project=, and the name of a manifest project of the agent")
-    })?;
-    Ok((agent, project))
-}
-
-/// Reads the body: `{"files": [{"path": "…", "content": "…"}]}`.
-fn files(body: &[u8]) -> Result<Vec<(String, Bytes)>, String> {
-    const EXPECTED: &str = r#"expected {"files": [{"path": "a.yaml", "content": "…"}]}"#;
-    let parsed: Value = serde_json::from_slice(body).map_err(|error| format!("{error}; {EXPECTED}"))?;
-    let Value::Object(mut parsed) = parsed else { return Err(EXPECTED.to_owned()) };
-    let Some(Value::Array(listed)) = parsed.remove("files") else { return Err(EXPECTED.to_owned()) };
-    if let Some(key) = parsed.keys().next() {
-        return Err(format!("unknown key {key:?}; {EXPECTED}"));
-    }
-    if listed.len() > MOST_FILES {
-        return Err(format!("there are {} files; at most {MOST_FILES}", listed.len()));
-    }
-    let mut size = 0;
-    let mut files = Vec::with_capacity(listed.len());
-    for (n, file) in listed.into_iter().enumerate() {
-        let wrong = || format!("files[{n}]: {EXPECTED}");
-        let Value::Object(mut file) = file else { return Err(wrong()) };
-        let (Some(Value::String(path)), Some(Value::String(content)), true) =
-            (file.remove("path"), file.remove("content"), file.is_empty())
-        else {
-            return Err(wrong());
-        };
-        if path.is_empty() {
-            return Err(wrong());
-        }
-        size += content.len();
-        files.push((path, Bytes::from(content)));
-    }
-    if size > MOST_CONTENT {
-        return Err(format!("the files have {size} bytes; at most {MOST_CONTENT}"));
-    }
-    Ok(files)
-}
-
-/// Reads a whole body. `silent`: how long the client may send nothing.
-async fn read<B>(mut body: ClientBody<B>, silent: Duration) -> Result<Bytes, Failure>
-where
-    B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
-    B::Error: Send,
-{
-    if body.length().is_some_and(|length| length > MOST_BODY as u64) {
-        return Err(too_large());
-    }
-    let mut read = BytesMut::new();
-    loop {
-        let part = tokio::time::timeout(silent, body.data()).await;
-        match part.map_err(|_| Failure::silent_upload(silent))?.map_err(|_| Failure::broken_upload())? {
-            None => return Ok(read.freeze()),
-            Some(part) if read.len() + part.len() > MOST_BODY => return Err(too_large()),
-            Some(part) => read.extend_from_slice(&part),
-        }
-    }
-}
-
-fn too_large() -> Failure {
-    let text = format!("the body has more than {MOST_BODY} bytes");
-    Failure::refused(Rule::Form, StatusCode::PAYLOAD_TOO_LARGE, text)
-}
-
-/// A request for a diff, before it is allowed.
+/// A request below `/fleet/`, before it is allowed.
 pub(super) struct Asked<'a, B>
 where
     B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
@@ -165,67 +173,128 @@ where
     pub(super) path: &'a str,
     pub(super) body: ClientBody<B>,
     pub(super) credential: Result<Option<Credential>, CredentialError>,
-    pub(super) visit: Visit<'a>,
     pub(super) by_host: Option<AgentId>,
     pub(super) stream: ClientStream,
 }
 
+/// Reads a whole body of at most `most` bytes. `silent`: how long the client may send nothing.
+pub(super) async fn read<B>(mut body: ClientBody<B>, most: usize, silent: Duration) -> Result<Bytes, Failure>
+where
+    B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Send,
+{
+    let too_large = || {
+        let text = format!("the body has more than {most} bytes");
+        Failure::refused(Rule::Form, StatusCode::PAYLOAD_TOO_LARGE, text)
+    };
+    if body.length().is_some_and(|length| length > most as u64) {
+        return Err(too_large());
+    }
+    let mut read = BytesMut::new();
+    loop {
+        let part = tokio::time::timeout(silent, body.data()).await;
+        match part.map_err(|_| Failure::silent_upload(silent))?.map_err(|_| Failure::broken_upload())? {
+            None => return Ok(read.freeze()),
+            Some(part) if read.len() + part.len() > most => return Err(too_large()),
+            Some(part) => read.extend_from_slice(&part),
+        }
+    }
+}
+
 impl KubernetesApi {
-    /// Answers with a diff of the files in the body.
-    pub(super) async fn diff<B>(
+    /// Answers a request below `/fleet/`.
+    pub(super) async fn fleet<B>(
         self: &Arc<Self>,
         about: &mut About,
         trust: &Trust,
         asked: Asked<'_, B>,
+        visit: &Visit<'_>,
     ) -> Result<Response<Body>, Failure>
     where
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Send,
     {
-        let Asked { parts, path, body, credential, visit, by_host, stream } = asked;
-        let prefix = &self.settings.prefix;
-        about.page = self.settings.origins.judge(&parts.headers, &visit)?;
-        if is_preflight(&parts.method, &parts.headers)
-            && let Some(response) = about.page.preflight(&parts.method, &parts.headers)
+        let (method, headers) = (&asked.parts.method, &asked.parts.headers);
+        let path = asked.path.split('?').next().unwrap_or_default();
+        let Some((route, places)) = Route::find(path) else {
+            return Err(Failure::refused(Rule::Form, StatusCode::NOT_FOUND, "there is nothing at this path"));
+        };
+        about.page = self.settings.origins.judge(headers, visit)?;
+        if is_preflight(method, headers)
+            && let Some(response) = about.page.preflight(method, headers)
         {
             about.is_probe = true;
             return Ok(response);
         }
-        if parts.method != Method::POST {
-            let text = format!("{} is not served here", parts.method);
-            return Err(Failure::refused(Rule::Form, StatusCode::METHOD_NOT_ALLOWED, text)
-                .with_header(header::ALLOW, HeaderValue::from_static("POST, OPTIONS")));
+        if !route.methods.contains(&method.as_str()) {
+            let failure = Failure::refused(
+                Rule::Form,
+                StatusCode::METHOD_NOT_ALLOWED,
+                format!("{method} is not served here"),
+            );
+            return Err(match HeaderValue::try_from(route.allow()) {
+                Ok(allow) => failure.with_header(header::ALLOW, allow),
+                Err(_) => failure,
+            });
         }
-        let (by_query, project) = named(path)?;
-        let by_credential = credential.as_ref().ok().and_then(|credential| credential.as_ref()?.agent());
-        let agent = selection::agreed([by_query, by_host, by_credential], prefix)?;
-        about.record.target(agent, None);
-        about.agent = Some(agent);
+        if headers.keys().any(|name| is_impersonation(name.as_str())) {
+            return Err(Failure::malformed("Impersonate-* headers are not allowed below /fleet/"));
+        }
         about.kind = Some(Kind::Short);
         about.record.endpoint(|fields| fields.kind = Some(Kind::Short.as_str()));
+        match (route.serves, route.auth) {
+            (Serves::Diff, _) => self.diff(about, trust, asked).await,
+            (Serves::Fleet(to), Auth::AgentOfPath | Auth::AgentOfQuery) => {
+                self.of_agent(about, trust, asked, Found { to, route, places }).await
+            }
+            (Serves::Fleet(to), Auth::EachAgent) => {
+                self.of_each(about, trust, asked, Found { to, route, places }).await
+            }
+        }
+    }
+
+    /// Answers a question about one agent.
+    async fn of_agent<B>(
+        self: &Arc<Self>,
+        about: &mut About,
+        trust: &Trust,
+        asked: Asked<'_, B>,
+        found: Found,
+    ) -> Result<Response<Body>, Failure>
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Send,
+    {
+        let Asked { parts, path, body, credential, by_host, stream } = asked;
+        let target = target(path)?;
+        let by_path = match found.route.auth {
+            Auth::AgentOfPath => Some(number(found.places.first().map_or("", String::as_str))?),
+            Auth::AgentOfQuery | Auth::EachAgent => {
+                target.parameter("agent").map(|agent| number(&agent)).transpose()?
+            }
+        };
+        let by_credential = credential.as_ref().ok().and_then(|credential| credential.as_ref()?.agent());
+        let agent = selection::agreed([by_path, by_host, by_credential], &self.settings.prefix)?;
+        about.record.target(agent, None);
+        about.agent = Some(agent);
         let credential = self.credential(credential, trust)?;
         let authorized = self.authorize(about, trust, &credential, agent).await?;
-        drop(credential);
-        let Authorized { caller, run_as, .. } = &authorized;
-        if parts.headers.keys().any(|name| is_impersonation(name.as_str())) {
-            return Err(Failure::malformed("a diff allows no Impersonate-* headers"));
-        }
-        let open = self.open.open(Kind::Short, caller, agent, stream.reset)?;
-        let permit = self.diffs_open.try_acquire();
-        let _permit = permit
-            .map_err(|_| Failure::too_many(format!("{DIFFS} diffs of files are being made by this kas")))?;
+        let open = self.open.open(Kind::Short, &authorized.caller, agent, stream.reset)?;
         about.record.allowed_at_endpoint(parts.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;
-        let mut ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
-
+        (self.allowed)(&authorized);
+        let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
+        let caller = Caller {
+            endpoint: Arc::clone(self),
+            name: Arc::clone(&authorized.caller.name),
+            source: authorized.caller.source.as_str(),
+            network: about.network,
+            credential,
+            agent: Some(authorized),
+        };
         let making = async {
-            let body = read(body, self.open.limits().silent_upload).await?;
-            let files = tokio::task::spawn_blocking(move || files(&body)).await;
-            let files = files.unwrap_or_else(|error| Err(format!("the files could not be read: {error}")));
-            let files = files.map_err(|text| Failure::malformed(format!("the body: {text}")))?;
-            let run_as = run_as.impersonation().cloned();
-            let question = DiffQuestion { agent, project, files, run_as };
-            self.diffs.diff(question).await.map_err(|status| Failure::of_diff(&status))
+            let body = read(body, found.route.most_body, self.open.limits().silent_upload).await?;
+            self.ask(about, parts, target, found, body, Arc::new(caller)).await
         };
         let shared = Arc::clone(open.shared());
         let made = tokio::select! {
@@ -233,38 +302,238 @@ impl KubernetesApi {
             verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, Kind::Short)),
             made = making => made,
         };
-        match made {
-            Ok(json) => {
-                ending.status(StatusCode::OK);
-                ending.ended_by(EndedBy::Upstream);
-                ending.passed(json.len());
-                Ok(of_kas(&about.method, "application/json", json))
-            }
-            Err(failure) => {
-                ending.status(failure.status.code());
-                ending.ended_by(failure.ended_by);
-                Err(failure)
+        respond(about, made, ending, Held::Agent { _open: open })
+    }
+
+    /// Answers a question about the agents that a caller may use.
+    async fn of_each<B>(
+        self: &Arc<Self>,
+        about: &mut About,
+        trust: &Trust,
+        asked: Asked<'_, B>,
+        found: Found,
+    ) -> Result<Response<Body>, Failure>
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Send,
+    {
+        let Asked { parts, path, body, credential, .. } = asked;
+        let target = target(path)?;
+        let credential = self.credential(credential, trust)?;
+        // The credential is checked before anybody is asked about agents.
+        let name = match self.authorizer.reach(&credential, about.network, Vec::new()).await {
+            Err(refusal) => return Err(self.refused(about, trust, &credential, refusal)),
+            Ok(Some(reached)) => reached.caller,
+            // Its source knows it only together with an agent, and is asked about each one.
+            Ok(None) => match credential.agent() {
+                Some(agent) => {
+                    Arc::clone(&self.authorize(about, trust, &credential, agent).await?.caller.name)
+                }
+                None => {
+                    let network = about.network.map_or_else(String::new, |network| network.to_string());
+                    format!("session@{network}").into()
+                }
+            },
+        };
+        let source = credential.source().map_or(crate::metrics::NONE, SourceKind::as_str);
+        trust.passed();
+        about.source = source;
+        let held = self.open.open_own(&name)?;
+        let caller = Caller {
+            endpoint: Arc::clone(self),
+            name,
+            source,
+            network: about.network,
+            credential,
+            agent: None,
+        };
+        about.record.actor(&caller.actor());
+        about.record.endpoint(|fields| fields.source = Some(source));
+        about.record.allowed_at_endpoint(parts.method.as_str(), &HeaderMap::new());
+        about.is_allowed = true;
+        let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
+        let made = match read(body, found.route.most_body, self.open.limits().silent_upload).await {
+            Ok(body) => self.ask(about, parts, target, found, body, Arc::new(caller)).await,
+            Err(failure) => Err(failure),
+        };
+        respond(about, made, ending, Held::Own { _open: held })
+    }
+
+    async fn ask(
+        &self,
+        about: &About,
+        parts: &request::Parts,
+        target: Target,
+        found: Found,
+        body: Bytes,
+        caller: Arc<dyn FleetCaller>,
+    ) -> Result<FleetAnswer, Failure> {
+        let passed = |name: &str| Some((HeaderName::try_from(name).ok()?, parts.headers.get(name)?.clone()));
+        let question = FleetQuestion {
+            route: found.to,
+            places: found.places,
+            method: parts.method.clone(),
+            target,
+            headers: PASSED.into_iter().filter_map(passed).collect(),
+            body,
+            request: about.id.as_str().to_owned(),
+            caller,
+        };
+        self.fleet.answer(question).await.map_err(Failure::of_fleet)
+    }
+}
+
+/// The route of a request.
+struct Found {
+    to: FleetRoute,
+    route: &'static Route,
+    places: Vec<String>,
+}
+
+fn target(path: &str) -> Result<Target, Failure> {
+    Target::parse(path.to_owned()).map_err(|error| Failure::malformed(error.to_string()))
+}
+
+fn number(text: &str) -> Result<AgentId, Failure> {
+    let is_plain = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.starts_with('0');
+    let agent = is_plain.then(|| text.parse().ok()).flatten();
+    agent.ok_or_else(|| Failure::malformed("the path must have the number of an agent"))
+}
+
+/// What an answer holds until it has ended.
+enum Held {
+    Agent { _open: crate::open::OpenRequest },
+    Own { _open: OwnRequest },
+}
+
+fn respond(
+    about: &About,
+    made: Result<FleetAnswer, Failure>,
+    mut ending: Ending,
+    held: Held,
+) -> Result<Response<Body>, Failure> {
+    let FleetAnswer { status, headers, body } = match made {
+        Ok(answer) => answer,
+        Err(failure) => {
+            ending.status(failure.status.code());
+            ending.ended_by(failure.ended_by);
+            return Err(failure);
+        }
+    };
+    ending.status(status);
+    let mut response = match body {
+        FleetBody::Whole(bytes) => {
+            ending.ended_by(EndedBy::Upstream);
+            ending.passed(bytes.len());
+            of_kas(&about.method, "application/json", bytes)
+        }
+        FleetBody::Stream(body) => Response::new(grpc::boxed(Streamed { body, ending, _held: held })),
+    };
+    *response.status_mut() = status;
+    for (name, value) in headers {
+        if let Some(name) = name {
+            response.headers_mut().insert(name, value);
+        }
+    }
+    Ok(response)
+}
+
+/// A body that goes on, whose end is recorded.
+struct Streamed {
+    body: Body,
+    ending: Ending,
+    _held: Held,
+}
+
+impl HttpBody for Streamed {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        match &frame {
+            Some(Ok(frame)) => self.ending.passed(frame.data_ref().map_or(0, Bytes::len)),
+            Some(Err(_)) | None => self.ending.ended_by(EndedBy::Upstream),
+        }
+        Poll::Ready(frame)
+    }
+}
+
+/// A caller with its credential.
+struct Caller {
+    endpoint: Arc<KubernetesApi>,
+    name: Arc<str>,
+    source: &'static str,
+    network: Option<IpAddr>,
+    credential: Credential,
+    /// The agent that the path is about.
+    agent: Option<Authorized>,
+}
+
+#[async_trait]
+impl FleetCaller for Caller {
+    fn name(&self) -> Arc<str> {
+        Arc::clone(&self.name)
+    }
+
+    fn actor(&self) -> Arc<Actor> {
+        Arc::new(Actor { issuer: self.source.into(), subject: Some((*self.name).into()) })
+    }
+
+    fn agent(&self) -> Option<&Authorized> {
+        self.agent.as_ref()
+    }
+
+    async fn reachable(&self) -> Result<Reachable, NotReached> {
+        let endpoint = &self.endpoint;
+        let all = endpoint.listing.get(endpoint.directory.list()).await.map_err(|error| {
+            tracing::debug!(error, "the agents cannot be listed");
+            NotReached::Unavailable("the agents cannot be listed at the moment".to_owned())
+        })?;
+        let known: Vec<KnownAgent> = all.iter().map(|listed| listed.agent.clone()).collect();
+        let reached = endpoint.authorizer.reach(&self.credential, self.network, known).await;
+        let named = self.credential.agent();
+        let is_named = |agent: AgentId| named.is_none_or(|named| named == agent);
+        match reached.map_err(|refusal| not_reached(refusal.why))? {
+            None => Ok(Reachable {
+                agents: all.iter().filter(|listed| is_named(listed.agent.id)).cloned().collect(),
+                is_guess: true,
+            }),
+            Some(reached) => {
+                let ids: std::collections::HashSet<AgentId> =
+                    reached.agents.iter().map(|agent| agent.id).filter(|id| is_named(*id)).collect();
+                let agents = all.iter().filter(|listed| ids.contains(&listed.agent.id)).cloned().collect();
+                Ok(Reachable { agents, is_guess: false })
             }
         }
+    }
+
+    async fn authorize(&self, agent: AgentId) -> Result<Authorized, NotReached> {
+        let judged = self.endpoint.authorizer.authorize(&self.credential, agent, self.network).await;
+        let authorized = judged.map_err(|refusal| not_reached(refusal.why))?;
+        (self.endpoint.allowed)(&authorized);
+        Ok(authorized)
+    }
+}
+
+fn not_reached(why: Refused) -> NotReached {
+    match why.status() {
+        StatusCode::UNAUTHORIZED => NotReached::Unauthenticated,
+        StatusCode::SERVICE_UNAVAILABLE => {
+            let text = "the credential or its access cannot be checked at the moment";
+            NotReached::Unavailable(text.to_owned())
+        }
+
+        _ => NotReached::Forbidden,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn agent_and_project_are_in_the_query() {
-        let (agent, project) = named("/fleet/diff?agent=7&project=group%2Fmanifests").unwrap();
-        assert_eq!((agent, project.as_str()), (AgentId::new(7).ok(), "group/manifests"));
-        assert_eq!(named("/fleet/diff?project=a").unwrap(), (None, "a".to_owned()));
-        for wrong in
-            ["", "?agent=7", "?project=", "?project=a&agent=x", "?project=a&project=b", "?project=a&x=1"]
-        {
-            assert!(named(&format!("/fleet/diff{wrong}")).is_err(), "{wrong}");
-        }
-        assert!(is_diff("/fleet/diff?x") && is_diff("/fleet/diff") && !is_diff("/fleet/diffs"));
-    }
 
     #[tokio::test]
     async fn a_body_is_read_up_to_its_limit() {
@@ -273,28 +542,8 @@ mod tests {
             ClientBody::new(body, crate::upload::Ends::Marked)
         };
         let silent = Duration::from_secs(20);
-        assert_eq!(read(body(5), silent).await.unwrap(), "xxxxx");
-        let refused = read(body(MOST_BODY + 1), silent).await.unwrap_err();
+        assert_eq!(read(body(5), 10, silent).await.unwrap(), "xxxxx");
+        let refused = read(body(11), 10, silent).await.unwrap_err();
         assert_eq!(refused.status.code(), StatusCode::PAYLOAD_TOO_LARGE);
-    }
-
-    #[test]
-    fn files_are_read_and_wrong_ones_named() {
-        let good = br#"{"files": [{"path": "a.yaml", "content": "x: 1\n"}]}"#;
-        assert_eq!(files(good).unwrap(), [("a.yaml".to_owned(), Bytes::from("x: 1\n"))]);
-        assert_eq!(files(br#"{"files": []}"#).unwrap(), []);
-        for (wrong, place) in [
-            ("", "expected"),
-            ("[]", "expected"),
-            (r#"{"files": [], "more": 1}"#, "more"),
-            (r#"{"files": [{"path": "a", "content": "b"}, {"path": "", "content": ""}]}"#, "files[1]"),
-            (r#"{"files": [{"path": "a"}]}"#, "files[0]"),
-            (r#"{"files": [{"path": "a", "content": "b", "mode": 1}]}"#, "files[0]"),
-        ] {
-            let error = files(wrong.as_bytes()).unwrap_err();
-            assert!(error.contains(place), "{wrong}: {error}");
-        }
-        let large = serde_json::json!({"files": [{"path": "a", "content": "x".repeat(MOST_CONTENT + 1)}]});
-        assert!(files(large.to_string().as_bytes()).unwrap_err().contains("at most"));
     }
 }

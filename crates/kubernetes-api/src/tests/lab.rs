@@ -53,8 +53,8 @@ use tunnel::{
 };
 
 use crate::{
-    DiffQuestion, Diffs, Directory, HeadLimits, KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins,
-    Parts, Prefix, Settings,
+    DiffQuestion, Diffs, Directory, Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal, HeadLimits,
+    KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins, Parts, Prefix, Settings,
 };
 
 /// The timeout for what should happen soon.
@@ -148,6 +148,51 @@ impl Diffs for FakeDiffs {
             "agent": agent.get(), "project": project, "files": files, "user": user,
         });
         Ok(json.to_string().into())
+    }
+}
+
+/// Answers with what it is asked, and with the agents of 7, 8 and 9 that the caller may use.
+struct FakeFleet;
+
+#[async_trait]
+impl Fleet for FakeFleet {
+    async fn answer(&self, question: FleetQuestion) -> Result<FleetAnswer, FleetRefusal> {
+        let FleetQuestion { route, places, target, headers, body, caller, .. } = question;
+        if places.last().is_some_and(|rest| rest == "refuse") {
+            let text = "not now".to_owned();
+            let retry_after = Some(Duration::from_secs(3));
+            return Err(FleetRefusal { status: http::StatusCode::TOO_MANY_REQUESTS, text, retry_after });
+        }
+        let mut users = serde_json::Map::new();
+        for agent in [AGENT, 8, 9] {
+            if let Ok(authorized) = caller.authorize(AgentId::new(agent).unwrap()).await {
+                let user = authorized.run_as.impersonation().map(|identity| identity.username.clone());
+                users.insert(agent.to_string(), user.into());
+            }
+        }
+        let reachable = caller.reachable().await.map(|reachable| {
+            let ids: Vec<_> = reachable.agents.iter().map(|listed| listed.agent.id.get()).collect();
+            serde_json::json!({ "ids": ids, "is_guess": reachable.is_guess })
+        });
+        let names: Vec<_> = headers.keys().map(http::HeaderName::as_str).collect();
+        let json = serde_json::json!({
+            "route": format!("{route:?}"),
+            "places": places,
+            "query": target.query(),
+            "headers": names,
+            "body": String::from_utf8_lossy(&body),
+            "caller": &*caller.name(),
+            "agent": caller.agent().map(|authorized| authorized.agent.get()),
+            "users": users,
+            "reachable": reachable.map_err(|error| error.to_string()).unwrap(),
+        });
+        let bytes = Bytes::from(json.to_string());
+        let body = if places.last().is_some_and(|rest| rest == "stream") {
+            FleetBody::Stream(grpc::full(bytes))
+        } else {
+            FleetBody::Whole(bytes)
+        };
+        Ok(FleetAnswer { status: http::StatusCode::OK, headers: HeaderMap::new(), body })
     }
 }
 
@@ -319,6 +364,7 @@ impl Lab {
             refusals: Arc::clone(&refusals),
             is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
             diffs: Arc::new(FakeDiffs),
+            fleet: Arc::new(FakeFleet),
             allowed: Box::new({
                 let allowed = Arc::clone(&allowed);
                 move |authorized| allowed.lock().push(authorized.caller.name.to_string())

@@ -10,9 +10,9 @@ use super::*;
 use crate::flaw::{Flaw, ON};
 
 const AGENTS: i64 = 6;
-const STEP: i64 = 10;
+const STEP: i64 = 25;
 /// Until this, hooks come and replicas crash.
-const CHAOS: i64 = 90_000;
+const CHAOS: i64 = 60_000;
 /// After a fault, the next one waits this long: views agree by then, and every message has two copies.
 const RECOVERY: i64 = 12_000;
 /// Views learn of a change within this time, each replica at another moment.
@@ -295,7 +295,7 @@ impl Sim {
     }
 
     fn run(&mut self) -> Result<(), String> {
-        while self.now < CHAOS + 60_000 {
+        while self.now < CHAOS + 30_000 {
             self.now += STEP;
             while let Some(first) = self.queue.first_entry()
                 && first.key().0 <= self.now
@@ -304,13 +304,13 @@ impl Sim {
                 self.event(event);
             }
             if self.now < CHAOS {
-                if self.rng.percent(10) {
+                if self.rng.percent(25) {
                     self.post();
                 }
                 if self.now >= self.next_fault {
                     self.fault();
                 }
-                if self.rng.percent(1) {
+                if self.rng.percent(3) {
                     let of = agent(1 + self.rng.time(AGENTS as u64));
                     if !self.present.remove(&of) {
                         self.present.insert(of);

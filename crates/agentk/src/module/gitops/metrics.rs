@@ -22,7 +22,7 @@ pub(super) struct GitopsMetrics {
 
 impl GitopsMetrics {
     pub(super) fn new(registry: &mut Registry) -> Self {
-        let registry = registry.sub_registry_with_prefix("agentk_gitops");
+        let registry = registry.sub_registry_with_prefix("agentk");
         let metrics = Self {
             syncs: Family::default(),
             drift: Counter::default(),
@@ -30,14 +30,18 @@ impl GitopsMetrics {
             leads: Gauge::default(),
         };
         registry.register(
-            "syncs",
+            "gitops_syncs",
             "Syncs of manifest projects that agentk applies by itself, by their outcome",
             metrics.syncs.clone(),
         );
-        registry.register("drift", "Objects that differed from what was applied", metrics.drift.clone());
-        registry.register("pruned", "Objects that were deleted", metrics.pruned.clone());
         registry.register(
-            "leads",
+            "gitops_drift",
+            "Objects that differed from what was applied",
+            metrics.drift.clone(),
+        );
+        registry.register("gitops_pruned", "Objects that were deleted", metrics.pruned.clone());
+        registry.register(
+            "gitops_leads",
             "1 if this pod is the one that applies manifests by itself",
             metrics.leads.clone(),
         );

@@ -1,0 +1,64 @@
+//! Questions to many Prometheus servers, and their answers.
+
+use promql::{AgentLabels, Answer, Plan, Scope, Selection, lists};
+
+fn agent(id: &str) -> AgentLabels {
+    AgentLabels { id: id.to_owned(), name: format!("agent-{id}") }
+}
+
+/// An expression, a selector of series, a scope, and a selector of agents. No panic; what is written is read
+/// again as it was, and a narrowed expression has the scope.
+pub fn promql(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    if let Ok(selector) = text.parse::<::fleet::Selector>() {
+        assert_eq!(selector.to_string().parse(), Ok(selector), "a selector is read as it is written");
+    }
+    if let Ok(plan) = Plan::parse(text) {
+        for leaf in plan.leaves() {
+            for id in ["7", "8"] {
+                if let Ok(Some(sent)) = leaf.text_for(&agent(id)) {
+                    assert!(!sent.is_empty(), "nothing is sent");
+                }
+            }
+        }
+        let none = plan.leaves().iter().map(|_| Vec::new()).collect();
+        assert!(plan.merge(none, false).is_ok(), "no answers are an answer");
+    }
+    let scope = Scope::parse("{fuzz=\"scope\"}").expect("it is one");
+    // What is written is longer, and may be beyond a limit.
+    if let Ok(narrowed) = scope.narrow(text)
+        && let Ok(again) = scope.narrow(&narrowed)
+    {
+        assert_eq!(narrowed.contains("fuzz=\"scope\""), again.contains("fuzz=\"scope\""));
+    }
+    if let Ok(scope) = Scope::parse(text)
+        && let Ok(again) = Scope::parse(&scope.to_string())
+    {
+        assert_eq!(again, scope, "a scope is read as it is written");
+    }
+    let _ = Selection::parse(text);
+}
+
+/// Answers of Prometheus: results, lists and metadata. No panic, and what is made of them is JSON.
+pub fn prometheus_answers(bytes: &[u8]) {
+    let is_json = |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok();
+    for (question, is_range) in
+        [("up", false), ("sum(up)", true), ("topk(2, up)", true), ("avg(up) / sum(up) > 0.5", false)]
+    {
+        let plan = Plan::parse(question).expect("it is PromQL");
+        let leaf = |id: &str| Some((agent(id), Answer::read(bytes).ok()?));
+        let answers =
+            plan.leaves().iter().map(|_| ["7", "8"].into_iter().filter_map(leaf).collect()).collect();
+        if let Ok(data) = plan.merge(answers, is_range) {
+            assert!(is_json(&data), "{data}");
+        }
+    }
+    let _ = lists::texts(bytes);
+    if let Ok((series, _)) = lists::series(bytes, &agent("7")) {
+        assert!(series.iter().all(|labels| is_json(labels)), "{series:?}");
+    }
+    let mut metadata = lists::Metadata::default();
+    if metadata.add(bytes).is_ok() {
+        assert!(is_json(&metadata.to_json()), "{}", metadata.to_json());
+    }
+}

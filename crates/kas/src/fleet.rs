@@ -1,0 +1,130 @@
+//! Questions to many agents, and what of them the endpoint for kubectl serves below `/fleet/`.
+//!
+//! [`FleetService`] knows which agents a selector names (`select`), what their `kas.yaml` says (`files`), and
+//! asks them (`fan_out`). Each question goes to each agent through the router, as any request: there is no
+//! further protocol, and an agent that does not answer is named.
+
+mod callers;
+mod fan_out;
+mod files;
+mod metrics;
+mod prometheus;
+mod select;
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use cluster_call::{Budget, Cluster, ClusterSettings};
+use http::StatusCode;
+use ids::{Actor, AgentId, Impersonation};
+use kubernetes_api::{Fleet, FleetAnswer, FleetQuestion, FleetRefusal, FleetRoute, NotReached};
+use observe::Observer;
+use routing::router::Router;
+
+pub(crate) use self::files::AgentFiles;
+pub use self::metrics::FleetMetrics;
+use self::{
+    callers::Callers,
+    select::{SelectError, Selected, Want, Who},
+};
+use crate::directory::AgentDirectory;
+
+/// How long a request may wait for a tunnel of an agent that is said to be connected.
+const FIND: Duration = Duration::from_secs(3);
+
+/// Asks agents for callers.
+pub(crate) struct FleetService {
+    router: Arc<Router>,
+    observer: Arc<Observer>,
+    directory: Arc<AgentDirectory>,
+    files: Arc<AgentFiles>,
+    metrics: Arc<FleetMetrics>,
+    settings: prometheus::Settings,
+    /// What all answers together may hold.
+    memory: Arc<Budget>,
+    callers: Arc<Callers>,
+}
+
+impl FleetService {
+    pub(crate) fn new(
+        router: Arc<Router>,
+        observer: Arc<Observer>,
+        directory: Arc<AgentDirectory>,
+        files: Arc<AgentFiles>,
+        metrics: Arc<FleetMetrics>,
+        settings: prometheus::Settings,
+    ) -> Arc<Self> {
+        let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
+        let callers = Callers::new(settings.per_caller);
+        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers })
+    }
+
+    /// Returns the agents that a selector names and the caller reaches.
+    ///
+    /// # Errors
+    /// [`SelectError`].
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn select(
+        &self,
+        who: &Who,
+        selector: &::fleet::Selector,
+        want: Want,
+    ) -> Result<Selected, SelectError> {
+        select::select(&*self.directory, &*self.files, who, selector, want).await
+    }
+
+    /// Returns the API server of an agent, for requests of a caller.
+    fn cluster(&self, call: CallSettings<'_>) -> Cluster {
+        let CallSettings { agent, task, actor, run_as, timeout, max_body, budget } = call;
+        let settings = ClusterSettings {
+            agent,
+            task: task.to_owned(),
+            source: "fleet",
+            user_agent: format!("kas/{task}"),
+            impersonation: run_as.map(|run_as| (*run_as).clone()),
+            timeout,
+            find: FIND.min(timeout),
+            at_once: 4,
+            max_body,
+        };
+        let (router, observer) = (Arc::clone(&self.router), Arc::clone(&self.observer));
+        Cluster::new(router, observer, settings).with_actor(actor).with_budget(budget)
+    }
+}
+
+/// What the requests to one agent have in common.
+struct CallSettings<'a> {
+    agent: AgentId,
+    task: &'a str,
+    actor: Arc<Actor>,
+    run_as: Option<Arc<Impersonation>>,
+    timeout: Duration,
+    max_body: usize,
+    budget: Arc<Budget>,
+}
+
+#[async_trait]
+impl Fleet for FleetService {
+    async fn answer(&self, question: FleetQuestion) -> Result<FleetAnswer, FleetRefusal> {
+        match question.route {
+            FleetRoute::PrometheusOfAgent | FleetRoute::PrometheusOfFleet => {
+                self.ask_prometheus(question).await
+            }
+        }
+    }
+}
+
+/// Returns the refusal of a caller that reaches nothing.
+fn refusal(error: &SelectError) -> FleetRefusal {
+    let (status, retry_after) = match error {
+        SelectError::TooMany(_) => (StatusCode::UNPROCESSABLE_ENTITY, None),
+        SelectError::NotReached(NotReached::Unauthenticated) => (StatusCode::UNAUTHORIZED, None),
+        SelectError::NotReached(NotReached::Forbidden) => (StatusCode::FORBIDDEN, None),
+        SelectError::NotReached(NotReached::Unavailable(_)) => {
+            (StatusCode::SERVICE_UNAVAILABLE, Some(Duration::from_secs(2)))
+        }
+    };
+    FleetRefusal { status, text: error.to_string(), retry_after }
+}

@@ -1,0 +1,117 @@
+//! Metrics of questions to many agents. No agent and no caller is a label.
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    registry::{Registry, Unit},
+};
+
+/// Upper bounds of the time of a question, in seconds.
+const SECONDS: [f64; 10] = [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
+
+/// What was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Asked {
+    Agent,
+    Fleet,
+}
+
+/// How a question ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Outcome {
+    Answered,
+    /// Some agents did not answer.
+    Partial,
+    Refused,
+    Failed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct QuestionLabels {
+    asked: Asked,
+    outcome: Outcome,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AskedLabel {
+    asked: Asked,
+}
+
+/// How one agent answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Told {
+    Answered,
+    Unanswered,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ToldLabel {
+    outcome: Told,
+}
+
+/// The metrics of questions to many agents.
+#[derive(Debug)]
+pub struct FleetMetrics {
+    questions: Family<QuestionLabels, Counter>,
+    seconds: Family<AskedLabel, Histogram>,
+    agents: Family<ToldLabel, Counter>,
+    held: Gauge,
+}
+
+impl FleetMetrics {
+    /// Creates the families and registers them.
+    pub fn new(registry: &mut Registry) -> Self {
+        let metrics = Self {
+            questions: Family::default(),
+            seconds: Family::new_with_constructor(|| Histogram::new(SECONDS)),
+            agents: Family::default(),
+            held: Gauge::default(),
+        };
+        let registry = registry.sub_registry_with_prefix("kas");
+        registry.register(
+            "fleet_questions",
+            "Questions to Prometheus below /fleet/, by what is asked and how they ended",
+            metrics.questions.clone(),
+        );
+        registry.register_with_unit(
+            "fleet_question",
+            "Time of a question to Prometheus below /fleet/, by what is asked",
+            Unit::Seconds,
+            metrics.seconds.clone(),
+        );
+        registry.register(
+            "fleet_agents",
+            "Agents that were selected for questions, by whether they answered",
+            metrics.agents.clone(),
+        );
+        registry.register_with_unit(
+            "fleet_held",
+            "Answers of agents that are held for questions",
+            Unit::Bytes,
+            metrics.held.clone(),
+        );
+        for asked in [Asked::Agent, Asked::Fleet] {
+            // Writing an idle family makes its series exist.
+            drop(metrics.seconds.get_or_create(&AskedLabel { asked }));
+            metrics.questions.get_or_create(&QuestionLabels { asked, outcome: Outcome::Answered }).inc_by(0);
+        }
+        for outcome in [Told::Answered, Told::Unanswered] {
+            metrics.agents.get_or_create(&ToldLabel { outcome }).inc_by(0);
+        }
+        metrics
+    }
+
+    pub(super) fn question(&self, asked: Asked, outcome: Outcome, seconds: f64) {
+        self.questions.get_or_create(&QuestionLabels { asked, outcome }).inc();
+        self.seconds.get_or_create(&AskedLabel { asked }).observe(seconds);
+    }
+
+    pub(super) fn held(&self, bytes: usize) {
+        self.held.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+
+    pub(super) fn agents(&self, answered: usize, unanswered: usize) {
+        self.agents.get_or_create(&ToldLabel { outcome: Told::Answered }).inc_by(answered as u64);
+        self.agents.get_or_create(&ToldLabel { outcome: Told::Unanswered }).inc_by(unanswered as u64);
+    }
+}

@@ -1,0 +1,107 @@
+//! Paths below `/fleet/`: who may ask for them.
+
+use bytes::Bytes;
+use http::Request;
+use http_body_util::Full;
+
+use super::{
+    describing, failure, json,
+    lab::{COOKIE, CSRF, JANE, Lab, NOBODY, Setup, TOKEN},
+    send,
+};
+use crate::serve::routes::{Auth, ROUTES, Route};
+
+/// A request for a route, whose agent is 7.
+fn request(route: &Route, method: &str, token: Option<&str>) -> Request<Full<Bytes>> {
+    let path = route.pattern.replace("{id}", "7").replace("{selector}", "all").replace("{*}", "query");
+    let query = if route.auth == Auth::AgentOfQuery { "?agent=7&project=a" } else { "" };
+    let mut request = Request::builder().method(method).uri(format!("{path}{query}")).header("host", "kas");
+    if let Some(token) = token {
+        request = request.header("authorization", format!("Bearer {token}"));
+    }
+    request.body(Full::default()).unwrap()
+}
+
+#[tokio::test]
+async fn every_route_has_its_class_of_callers() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let unknown = "kasu_unknownunknownunknownunknownunknownunknownunk";
+    for route in ROUTES {
+        for method in route.methods {
+            for token in [None, Some(unknown), Some("rubbish")] {
+                let answer = send(&lab, request(route, method, token)).await;
+                assert_eq!(answer.status(), 401, "{method} {} {token:?}", route.pattern);
+            }
+            // A new class needs its own line here.
+            match route.auth {
+                Auth::AgentOfQuery | Auth::AgentOfPath => {
+                    let answer = send(&lab, request(route, method, Some(NOBODY))).await;
+                    assert_eq!(answer.status(), 403, "{method} {}", route.pattern);
+                }
+                Auth::EachAgent if *method == "HEAD" => {}
+                Auth::EachAgent => {
+                    let seen = json(send(&lab, request(route, method, Some(NOBODY))).await).await;
+                    assert_eq!(seen["users"], serde_json::json!({}), "{method} {}", route.pattern);
+                }
+            }
+        }
+        for method in ["PUT", "DELETE"] {
+            let refused = send(&lab, request(route, method, Some(TOKEN))).await;
+            assert_eq!(refused.status(), 405);
+            assert_eq!(refused.headers()["allow"], &*route.allow());
+        }
+        let mut impersonating = request(route, "POST", Some(TOKEN));
+        impersonating.headers_mut().insert("impersonate-user", "admin".parse().unwrap());
+        failure(send(&lab, impersonating).await, 400, "BadRequest", None).await;
+    }
+    assert!(lab.received.lock().is_empty());
+}
+
+#[tokio::test]
+async fn a_question_tells_who_asks_and_which_agents_may_be_used() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let post = |path: &str, token: &str, body: &str| {
+        let request = Request::post(path)
+            .header("host", "kas")
+            .header("authorization", format!("Bearer {token}"))
+            .header("content-type", "application/x-www-form-urlencoded")
+            .header("kas-fleet-require", "all")
+            .header("x-other", "1");
+        request.body(Full::from(body.to_owned())).unwrap()
+    };
+    let path = "/fleet/prometheus/agent/7/api/v1/label/a%2Fb/values?x=%2B";
+    let seen = json(send(&lab, post(path, JANE, "query=up")).await).await;
+    assert_eq!(seen["places"], serde_json::json!(["7", "label/a%2Fb/values"]));
+    assert_eq!((&seen["query"], &seen["body"]), (&"x=%2B".into(), &"query=up".into()));
+    assert_eq!((&seen["agent"], &seen["caller"]), (&7.into(), &"kas:jane".into()));
+    assert_eq!(seen["headers"], serde_json::json!(["content-type", "kas-fleet-require"]));
+
+    let path = "/fleet/prometheus/select/all/api/v1/query";
+    let seen = json(send(&lab, post(path, JANE, "")).await).await;
+    assert_eq!(seen["agent"], serde_json::Value::Null);
+    assert_eq!(seen["users"], serde_json::json!({ "7": "kas:jane", "8": "kas:jane" }));
+    assert_eq!(seen["reachable"], serde_json::json!({ "ids": [7], "is_guess": false }));
+    // What was used for an agent is counted for it.
+    assert!(lab.allowed.lock().iter().all(|name| name == "kas:jane"));
+
+    let stream = json(send(&lab, post("/fleet/prometheus/select/all/api/v1/stream", TOKEN, "")).await).await;
+    assert_eq!(stream["users"], serde_json::json!({ "7": null, "8": null }));
+    let refused = send(&lab, post("/fleet/prometheus/select/all/api/v1/refuse", TOKEN, "")).await;
+    assert_eq!(refused.headers()["retry-after"], "3");
+    failure(refused, 429, "TooManyRequests", Some(3)).await;
+    let large = "x".repeat(100_000);
+    assert_eq!(send(&lab, post(path, TOKEN, &large)).await.status(), 413);
+    for wrong in ["/fleet/prometheus/agent/x/api/v1/query", "/fleet/prometheus/agent/07/api/v1/query"] {
+        failure(send(&lab, post(wrong, TOKEN, "")).await, 400, "BadRequest", None).await;
+    }
+
+    // A session knows its user only together with an agent, so each agent has to be asked for.
+    let session = Request::get(path)
+        .header("host", "kas")
+        .header("cookie", format!("_gitlab_kas={COOKIE}"))
+        .header("x-csrf-token", CSRF)
+        .header("origin", "https://gitlab.example.com")
+        .header("sec-fetch-site", "same-site");
+    let seen = json(send(&lab, session.body(Full::default()).unwrap()).await).await;
+    assert_eq!(seen["reachable"]["is_guess"], true);
+}
