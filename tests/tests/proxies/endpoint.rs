@@ -421,7 +421,8 @@ async fn extended_connect_works_where_the_documentation_says_so() -> Result<()> 
 
     let one_more = Endpoint::start().await?;
     let connects = json!({ "http2_protocol_options": { "allow_connect": true } });
-    let envoy = Proxy::for_kubectl_by(Balancer::Envoy, Passes::Http, one_more.address, None, None, connects);
+    // With HTTP/1.1 to kas, it would send the handshake without a key.
+    let envoy = Proxy::for_kubectl_by(Balancer::Envoy, Passes::Http2, one_more.address, None, None, connects);
     let envoy = &Box::pin(envoy).await?;
     let mut client = Connecting::start(envoy).await?;
     ensure!(client.is_offered(), "Envoy does not offer it: correct docs/proxies.md");
