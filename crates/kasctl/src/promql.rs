@@ -170,21 +170,26 @@ fn name(metric: &BTreeMap<String, String>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kas_url::KasUrl;
 
     fn url() -> KasUrl {
         "https://kas.test/".parse().unwrap()
     }
 
+    fn endpoint(url: &KasUrl) -> Endpoint<'_> {
+        Endpoint { url, what: "did not answer" }
+    }
+
     fn answered(status: u16, body: &'static str) -> Result<Answer, String> {
         let response = Response::builder().status(status).body(Bytes::from_static(body.as_bytes())).unwrap();
-        read(&url(), &response).map_err(|error| error.to_string())
+        read(endpoint(&url()), &response).map_err(|error| error.to_string())
     }
 
     #[test]
     fn an_answer_is_a_table_of_samples() {
         let vector = r#"{"status":"success","data":{"resultType":"vector","result":[
             {"metric":{"__name__":"up","agent":"7"},"value":[1.5,"1"]},{"metric":{},"histogram":[1,{}]}]}}"#;
-        let shown = text(&url(), &answered(200, vector).unwrap()).unwrap();
+        let shown = text(endpoint(&url()), &answered(200, vector).unwrap()).unwrap();
         let lines: Vec<Vec<&str>> = shown
             .lines()
             .map(|line| line.split("   ").map(str::trim).filter(|it| !it.is_empty()).collect())
@@ -193,7 +198,7 @@ mod tests {
         assert_eq!(lines[1], [r#"up{agent="7"}"#, "1.5", "1"]);
         assert_eq!(lines[2][0], "{}");
         let scalar = r#"{"status":"success","data":{"resultType":"scalar","result":[1,"2"]}}"#;
-        assert_eq!(text(&url(), &answered(200, scalar).unwrap()).unwrap(), "2\n");
+        assert_eq!(text(endpoint(&url()), &answered(200, scalar).unwrap()).unwrap(), "2\n");
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl Failure {
         Self { status: Status::new(code, text), rule: None, ended_by, headers: Vec::new() }
     }
 
-    fn with_retry_after(mut self, wait: Duration) -> Self {
+    pub(crate) fn with_retry_after(mut self, wait: Duration) -> Self {
         self.status = self.status.with_retry_after(wait);
         self
     }

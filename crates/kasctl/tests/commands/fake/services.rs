@@ -25,9 +25,10 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListEnvironmentsRequest, ListEnvironmentsResponse, ListReplicasRequest, ListReplicasResponse, Pod,
+        ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
+        ListReplicasRequest, ListReplicasResponse, Pod, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
-        WatchConnectedAgentsResponse,
+        WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse,
         agent_on_replica::Belief,
         kas_api_server::{KasApi, KasApiServer},
         watch_connected_agents_response::{Event, SnapshotComplete},
@@ -390,6 +391,42 @@ impl KasApi for Kas {
         self.0.check(request.metadata())?;
         let is_partial = *self.0.is_partial.lock();
         gitops::environments(request.get_ref(), is_partial).map(Response::new)
+    }
+
+    async fn list_hooks(
+        &self,
+        request: Request<ListHooksRequest>,
+    ) -> Result<Response<ListHooksResponse>, Status> {
+        self.0.check(request.metadata())?;
+        Err(Status::failed_precondition("this kas takes no webhooks"))
+    }
+
+    async fn replay_hooks(
+        &self,
+        request: Request<ReplayHooksRequest>,
+    ) -> Result<Response<ReplayHooksResponse>, Status> {
+        self.0.check(request.metadata())?;
+        Err(Status::failed_precondition("this kas takes no webhooks"))
+    }
+
+    type WatchViewStream = BoxStream<WatchViewResponse>;
+
+    async fn watch_view(
+        &self,
+        request: Request<WatchViewRequest>,
+    ) -> Result<Response<Self::WatchViewStream>, Status> {
+        self.0.check(request.metadata())?;
+        Err(Status::unimplemented("this kas has no views"))
+    }
+
+    type QueryViewStream = BoxStream<WatchViewResponse>;
+
+    async fn query_view(
+        &self,
+        request: Request<WatchViewRequest>,
+    ) -> Result<Response<Self::QueryViewStream>, Status> {
+        self.0.check(request.metadata())?;
+        Err(Status::unimplemented("this kas has no views"))
     }
 
     type WatchConnectedAgentsStream = BoxStream<WatchConnectedAgentsResponse>;
