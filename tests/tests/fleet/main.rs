@@ -1,0 +1,9 @@
+//! Questions to many clusters: real Prometheus servers behind a real API server, one for each agent, and one
+//! that has all data.
+
+#![allow(clippy::unwrap_used)] // a test may panic
+
+mod expressions;
+mod prometheus;
+mod promql;
+mod setup;
