@@ -163,7 +163,7 @@ impl World {
             loop {
                 let n = *self.mesh.running().first().context("no replica runs")?;
                 let request = ListHooksRequest { agent_id: agent };
-                let mut caller = self.mesh.caller(n).await?;
+                let caller = self.mesh.caller(n).await?;
                 let list: Result<ListHooksResponse> =
                     caller.unary("/kas.api.v1.KasApi/ListHooks", &request).await;
                 if list.is_ok_and(|list| is_right(&list)) {

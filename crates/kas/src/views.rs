@@ -52,8 +52,8 @@ use self::{
     kind::Kind,
     reader::Reader,
     source::Sources,
-    subscription::Wake,
     summary::Pace,
+    wake::Wake,
 };
 pub(crate) use self::{question::Question, rights::ApiCaller, source::Tunnels, subscription::Subscription};
 use crate::connected::{connected, unanswered_replica};

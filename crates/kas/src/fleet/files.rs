@@ -263,7 +263,7 @@ namespaces: [a, b]
 prometheus: {service: m/https:prom:9090, prefix: /p, match: '{ns="shop"}'}
 "#;
         let good = agent_config::kas_yaml::parse(file.as_bytes()).unwrap();
-        let state = KasState { good: Some(Arc::new(good)), flaw: Some("later".to_owned()) };
+        let state = KasState { good: Some(Arc::new(good)), flaw: Some("later".to_owned()), warning: None };
         let agent = AgentId::new(7).unwrap();
         let file = of_state(&state);
         assert_eq!(from_wire(to_wire(agent, file.clone())), file);
