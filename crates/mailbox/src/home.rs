@@ -56,7 +56,7 @@ impl View {
     pub(crate) fn order(&self, agent: AgentId) -> Vec<&ReplicaId> {
         let mut ranked: Vec<_> =
             self.members.iter().map(|member| (home_rank(agent, &member.id), &member.id)).collect();
-        ranked.sort_by(|a, b| b.0.cmp(&a.0));
+        ranked.sort_by_key(|ranked| std::cmp::Reverse(ranked.0));
         ranked.into_iter().map(|(_, id)| id).collect()
     }
 

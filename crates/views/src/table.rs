@@ -413,7 +413,7 @@ pub fn page(form: Form, bytes: &[u8]) -> Result<Page, Unreadable> {
             (definitions.columns, rows?)
         }
         Form::Metadata => {
-            let rows = raw.items.unwrap_or_default().into_iter().map(|item| metadata_row(item));
+            let rows = raw.items.unwrap_or_default().into_iter().map(metadata_row);
             let rows: Result<Vec<_>, _> = rows.collect();
             (metadata_columns(), rows?)
         }

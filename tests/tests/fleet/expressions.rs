@@ -1,6 +1,6 @@
 //! Makes expressions, and compares answers.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, iter};
 
 use anyhow::{Result, ensure};
 use rand::{RngExt as _, rngs::StdRng};
@@ -45,6 +45,11 @@ fn vector(rng: &mut StdRng) -> String {
     }
 }
 
+/// One whose values differ: of equal values, any may be among the first ones.
+fn distinct(rng: &mut StdRng) -> String {
+    iter::repeat_with(|| vector(rng)).find(|it| !it.contains("clamp_max")).unwrap_or_default()
+}
+
 /// An expression that keeps the agent.
 fn each(rng: &mut StdRng) -> String {
     let inner = vector(rng);
@@ -56,7 +61,7 @@ fn each(rng: &mut StdRng) -> String {
         6 => format!(
             "sum by (agent, job) ({inner}) / on (agent, job) sum by (agent, job) (requests{{{MORE}}})"
         ),
-        7 => format!("topk by (agent) (2, {inner})"),
+        7 => format!("topk by (agent) (2, {})", distinct(rng)),
         8 => format!("histogram_quantile(0.5, sum by (agent, le) (rate(latency_bucket{{{MORE}}}[2m])))"),
         _ => format!("{op} {by} ({inner}) + {}", rng.random_range(1..9)),
     }
@@ -87,7 +92,7 @@ pub(crate) fn simple(rng: &mut StdRng) -> String {
         2 => {
             let op = one_of(rng, &["topk", "bottomk"]);
             let by = grouping(rng);
-            format!("{op} {by} ({}, {})", rng.random_range(1..5), vector(rng))
+            format!("{op} {by} ({}, {})", rng.random_range(1..5), distinct(rng))
         }
         _ => {
             let by = grouping(rng);

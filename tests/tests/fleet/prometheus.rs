@@ -80,7 +80,9 @@ impl Prometheus {
 
     /// Asks its API.
     pub(crate) async fn ask(&self, path: &str, form: &[(&str, &str)]) -> Result<(u16, Value)> {
-        ask(self.address, &Ask { path: &format!("/api/v1/{path}"), form, ..Ask::default() }).await
+        // It takes forms only for some questions.
+        let is_get = path.starts_with("label/") || path == "rules";
+        ask(self.address, &Ask { path: &format!("/api/v1/{path}"), form, is_get, ..Ask::default() }).await
     }
 }
 

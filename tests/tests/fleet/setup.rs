@@ -160,8 +160,9 @@ impl Setup {
         let entries: Vec<AgentEntry> = (1..=AGENTS).map(AgentEntry::new).collect();
         endpoint.kas.set_agents(&entries)?;
         kubernetes.ensure_namespace("monitoring").await?;
-        try_join_all((1..).zip(&servers).map(|(agent, server)| service(&kubernetes, agent, server.address)))
-            .await?;
+        for (agent, server) in (1..).zip(&servers) {
+            kubernetes.service_to("monitoring", &format!("prom-{agent}"), 9090, server.address).await?;
+        }
         let agentks = try_join_all((1..=AGENTS).map(|agent| {
             let (kas, kubeconfig) = (endpoint.kas.agent, kubernetes.admin_kubeconfig());
             async move {
@@ -204,37 +205,6 @@ impl Setup {
 
 /// The moment of most questions.
 pub(crate) const AT: (&str, &str) = ("time", "1700001500");
-
-/// Makes a Service that leads to an address of this machine.
-async fn service(kubernetes: &Kubernetes, agent: i64, address: SocketAddr) -> Result<()> {
-    let (name, ip, port) = (format!("prom-{agent}"), address.ip().to_string(), address.port());
-    let meta = |labels: Value| json!({ "name": name, "namespace": "monitoring", "labels": labels });
-    let pod = json!({
-        "apiVersion": "v1", "kind": "Pod", "metadata": meta(json!({})),
-        "spec": { "containers": [{ "name": "prometheus", "image": "none" }] },
-    });
-    kubernetes.apply(&pod.to_string()).await?;
-    let status =
-        json!({ "status": { "phase": "Running", "podIP": ip, "podIPs": [{ "ip": ip }] } }).to_string();
-    let patch =
-        ["patch", "pod", &name, "-n", "monitoring", "--subresource=status", "--type=merge", "-p", &status];
-    kubernetes.kubectl(&patch).await?;
-    let target = json!({ "kind": "Pod", "name": name, "namespace": "monitoring" });
-    let objects = [
-        json!({ "apiVersion": "v1", "kind": "Service", "metadata": meta(json!({})),
-            "spec": { "ports": [{ "name": "web", "port": 9090, "targetPort": port }] } }),
-        json!({ "apiVersion": "v1", "kind": "Endpoints", "metadata": meta(json!({})),
-            "subsets": [{ "addresses": [{ "ip": ip, "targetRef": target }], "ports": [{ "name": "web", "port": port }] }] }),
-        json!({ "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
-            "metadata": meta(json!({ "kubernetes.io/service-name": name })), "addressType": "IPv4",
-            "endpoints": [{ "addresses": [ip], "conditions": { "ready": true }, "targetRef": target }],
-            "ports": [{ "name": "web", "port": port }] }),
-    ];
-    for object in objects {
-        kubernetes.apply(&object.to_string()).await?;
-    }
-    Ok(())
-}
 
 /// A question over HTTP.
 #[derive(Default)]

@@ -216,22 +216,9 @@ impl Setup {
 
     /// Creates the Service and its address, and an object to annotate.
     async fn service(&self) -> Result<()> {
-        let SocketAddr::V4(address) = self.receiver.address else { anyhow::bail!("an IPv4 address") };
-        let ports = json!([{ "name": "web", "port": address.port() }]);
-        let objects = [
-            json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "receiver", "namespace": "default" },
-                "spec": { "clusterIP": "None", "ports": [{ "name": "web", "port": 80, "targetPort": address.port() }] } }),
-            json!({ "apiVersion": "v1", "kind": "Endpoints", "metadata": { "name": "receiver", "namespace": "default" },
-                "subsets": [{ "addresses": [{ "ip": address.ip() }], "ports": ports }] }),
-            json!({ "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-                "metadata": { "name": "receiver-1", "namespace": "default",
-                    "labels": { "kubernetes.io/service-name": "receiver" } },
-                "endpoints": [{ "addresses": [address.ip()], "conditions": { "ready": true } }],
-                "ports": ports }),
-            json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "app", "namespace": "default" } }),
-        ];
-        let manifest = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
-        self.kubernetes.apply(&manifest.to_string()).await?;
+        self.kubernetes.service_to("default", "receiver", 80, self.receiver.address).await?;
+        let app = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "app", "namespace": "default" } });
+        self.kubernetes.apply(&app.to_string()).await?;
         Ok(())
     }
 

@@ -1,6 +1,9 @@
 //! Views: the rows that kas has are those of the API server, whatever happens to watches, agents and replicas.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use prost::Message as _;
@@ -225,8 +228,8 @@ async fn rows_are_those_of_kubectl_get_and_follow_changes() -> Result<()> {
 }
 
 /// Changes of pods in a fixed pseudo-random order.
-async fn churn(kubernetes: &Kubernetes, namespace: &str, rounds: usize) -> Result<()> {
-    for round in 0..rounds {
+async fn churn(kubernetes: &Kubernetes, namespace: &str, rounds: Range<usize>) -> Result<()> {
+    for round in rounds {
         kubernetes.create_pods(namespace, &format!("round-{round}"), 3).await?;
         let names: Vec<String> = truth(kubernetes, namespace).await?.into_iter().map(|row| row.1).collect();
         let pick =
@@ -258,7 +261,7 @@ async fn rows_of_5000_pods_are_those_of_kubectl_get_after_churn() -> Result<()> 
         viewers.push(viewer);
     }
     println!("{} bytes for each row", chain.kas.metric("kas_view_bytes").await? / 5_000.0);
-    churn(kubernetes, namespace, 20).await?;
+    churn(kubernetes, namespace, 0..20).await?;
     let expected = truth(kubernetes, namespace).await?;
     for viewer in &mut viewers {
         viewer.has(namespace, &expected).await?;
@@ -289,7 +292,7 @@ async fn a_killed_agentk_or_edge_loses_no_change() -> Result<()> {
     .await?;
     let mut viewer = Viewer::open(&caller, pods(namespace)).await?;
     let mut resume = viewer.synced().await?.resume;
-    churn(kubernetes, namespace, 2).await?;
+    churn(kubernetes, namespace, 0..2).await?;
     viewer.has(namespace, &truth(kubernetes, namespace).await?).await?;
     while let Ok(next) = timeout(std::time::Duration::from_millis(300), viewer.next()).await {
         if let Some(synced) = next? {
@@ -310,7 +313,7 @@ async fn a_killed_agentk_or_edge_loses_no_change() -> Result<()> {
     // agentk is killed under the watch, and another one takes its place.
     drop(agentk);
     again.next().await?;
-    churn(kubernetes, namespace, 1).await?;
+    churn(kubernetes, namespace, 2..3).await?;
     let agentk = Agentk::start_with_kubeconfig(dial, &token(AGENT), &kubeconfig).await?;
     agentk.connected().await?;
     again.has(namespace, &truth(kubernetes, namespace).await?).await?;
@@ -318,7 +321,7 @@ async fn a_killed_agentk_or_edge_loses_no_change() -> Result<()> {
 
     // The edge is killed. The other replica knows nothing of its changes, and says so.
     mesh.kill(0).await?;
-    churn(kubernetes, namespace, 1).await?;
+    churn(kubernetes, namespace, 3..4).await?;
     let caller = mesh.caller(1).await?;
     let mut elsewhere = Viewer::open(&caller, WatchViewRequest { resume, ..pods(namespace) }).await?;
     elsewhere.rows = rows;

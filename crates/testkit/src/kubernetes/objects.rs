@@ -1,6 +1,9 @@
 //! Objects that tests need: namespaces, service accounts with rights, and many pods or ConfigMaps.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    net::SocketAddr,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use anyhow::{Context as _, Result};
 use futures_util::future::try_join_all;
@@ -23,6 +26,43 @@ impl Kubernetes {
         connection.ensure("/api/v1/namespaces", &json!({ "metadata": { "name": namespace } })).await?;
         let accounts = format!("/api/v1/namespaces/{namespace}/serviceaccounts");
         connection.ensure(&accounts, &json!({ "metadata": { "name": "default" } })).await
+    }
+
+    /// Creates a Service with one port, `web`, that leads to a server of this test. Its address must not be on
+    /// loopback: an API server proxies to no such address. It also proxies only to addresses of pods, so there
+    /// is one with this address, too.
+    ///
+    /// # Errors
+    ///
+    /// When the API server refuses one of the objects.
+    pub async fn service_to(&self, namespace: &str, name: &str, port: u16, server: SocketAddr) -> Result<()> {
+        self.ensure_namespace(namespace).await?;
+        let ip = server.ip().to_string();
+        let meta = |labels: Value| json!({ "name": name, "namespace": namespace, "labels": labels });
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": meta(json!({})),
+            "spec": { "containers": [{ "name": "server", "image": "none" }] },
+        });
+        self.apply(&pod.to_string()).await?;
+        let status = json!({ "status": { "phase": "Running", "podIP": ip, "podIPs": [{ "ip": ip }] } });
+        let status = status.to_string();
+        let patch =
+            ["patch", "pod", name, "-n", namespace, "--subresource=status", "--type=merge", "-p", &status];
+        self.kubectl(&patch).await?;
+        let target = json!({ "kind": "Pod", "name": name, "namespace": namespace });
+        let ports = json!([{ "name": "web", "port": server.port() }]);
+        let objects = json!([
+            { "apiVersion": "v1", "kind": "Service", "metadata": meta(json!({})),
+              "spec": { "ports": [{ "name": "web", "port": port, "targetPort": server.port() }] } },
+            { "apiVersion": "v1", "kind": "Endpoints", "metadata": meta(json!({})),
+              "subsets": [{ "addresses": [{ "ip": ip, "targetRef": target }], "ports": ports }] },
+            { "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+              "metadata": meta(json!({ "kubernetes.io/service-name": name })),
+              "endpoints": [{ "addresses": [ip], "conditions": { "ready": true }, "targetRef": target }],
+              "ports": ports },
+        ]);
+        self.apply(&json!({ "apiVersion": "v1", "kind": "List", "items": objects }).to_string()).await?;
+        Ok(())
     }
 
     /// Creates a service account with the access named, and returns a token of it that is valid for a day.

@@ -144,6 +144,8 @@ pub(super) async fn ask(
 
 fn untold(status: &Status) -> Untold {
     let code = match (status.code(), status.outcome()) {
+        // The agent is away, and nothing was sent.
+        (Code::DeadlineExceeded, Some(Outcome::NotStarted)) => StatusCode::SERVICE_UNAVAILABLE,
         (Code::DeadlineExceeded, _) => StatusCode::GATEWAY_TIMEOUT,
         (Code::InvalidArgument, None) => StatusCode::BAD_REQUEST,
         (Code::Unimplemented, None) | (Code::FailedPrecondition, _) => StatusCode::NOT_IMPLEMENTED,
