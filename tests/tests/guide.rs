@@ -1,6 +1,6 @@
 //! The commands of docs/guide.md and docs/security.md about kubectl, of docs/gitops.md, and of
-//! docs/migration.md as far as they are of our programs, as they are on the page and in its order, with a real API server, kas, agentk, kasctl, kubectl and Helm. Each block of
-//! these sections is run.
+//! docs/migration.md as far as they are of our programs, as they are on the page and in its order, with a
+//! real API server, kas, agentk, kasctl, kubectl and Helm. Each block of these sections is run.
 //!
 //! What is not as for a reader:
 //!
@@ -9,9 +9,11 @@
 //! * `/etc/kas/` and `/srv/` are folders of the test, in commands and in configurations.
 //! * In configurations, the address to listen at, that of GitLab and those of issuers are of the test. So is
 //!   the issuer of `kasctl login`, with a user that enters the code at once.
-//! * `kas` without a configuration file listens on ports that may be in use, so it has one here, which says the
+//! * `kas` without a configuration file listens on ports that may be in use, so it has one here, which says
+//!   the
 //!   same with others. The commands have that port, too.
-//! * `cargo xtask bench watches`, in the section about Argo CD, takes minutes and is not run. Many open watches
+//! * `cargo xtask bench watches`, in the section about Argo CD, takes minutes and is not run. Many open
+//!   watches
 //!   are in the test `many_watches`.
 //! * agentk is installed by the chart, but there is no kubelet that runs it: the test does, with the account
 //!   and the policy that the chart has created.

@@ -130,8 +130,8 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
             summary.check(name, || run(command));
         }
     } else if !args.quick {
-        // The tests wait more than they compute, so lints and fuzzing run beside them, at the lowest priority and
-        // in target folders of their own: cargo's lock would hold up tests that call cargo.
+        // The tests wait more than they compute, so lints and fuzzing run beside them, at the lowest priority
+        // and in target folders of their own: cargo's lock would hold up tests that call cargo.
         let beside = thread::spawn(beside_the_tests);
         summary.check("test", || test(args.install, &mut tests));
         let are_built = tests.is_some();

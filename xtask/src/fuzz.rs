@@ -56,8 +56,8 @@ enum Outcome {
 pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
 const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
 
-/// How the targets are built. The crates are free of `unsafe` code, so the address sanitizer would slow down the
-/// build and find little. One unit for each crate, the default, is for long runs.
+/// How the targets are built. The crates are free of `unsafe` code, so the address sanitizer would slow down
+/// the build and find little. One unit for each crate, the default, is for long runs.
 const BUILD: [&str; 3] = ["--sanitizer", "none", "--codegen-units=16"];
 
 /// Returns cargo of the nightly toolchain.

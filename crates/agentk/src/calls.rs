@@ -14,8 +14,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 /// wait.
 pub const MOST: usize = 256;
 
-/// Opens a call of a method with one message, which is framed already, and returns the messages of the answer.
-/// The status: kas has refused it, or the connection is broken.
+/// Opens a call of a method with one message, which is framed already, and returns the messages of the
+/// answer. The status: kas has refused it, or the connection is broken.
 pub type Opener = Arc<dyn Fn(&'static str, Bytes) -> Opening + Send + Sync>;
 /// See [`Opener`].
 pub type Opening = Pin<Box<dyn Future<Output = Result<MessageReader<grpc::Body>, Status>> + Send>>;

@@ -1,5 +1,5 @@
-//! Webhooks: how long it takes until one is accepted, and until it arrives at an agent that has come back, and
-//! whether one is lost while replicas are killed.
+//! Webhooks: how long it takes until one is accepted, and until it arrives at an agent that has come back,
+//! and whether one is lost while replicas are killed.
 //!
 //! Replicas are processes. Agents and the API server behind them are in this process: what receives a hook
 //! answers at once.

@@ -6,8 +6,9 @@ use crate::first;
 
 const FORMS: [Form; 3] = [Form::Table, Form::Metadata, Form::Events];
 
-/// A list and a watch: the first byte is the form, the rest is a page, and events of a watch in its lines; also a
-/// filter, labels, and a file with views. No panic, no limit is exceeded, and the store has what it was told.
+/// A list and a watch: the first byte is the form, the rest is a page, and events of a watch in its lines;
+/// also a filter, labels, and a file with views. No panic, no limit is exceeded, and the store has what it
+/// was told.
 pub fn view_answers(bytes: &[u8]) {
     let (form, rest) = first(bytes);
     let form = FORMS[usize::from(form) % FORMS.len()];

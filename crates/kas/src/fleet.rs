@@ -1,6 +1,6 @@
 //! Questions to many agents, and what of them the endpoint for kubectl serves below `/fleet/`.
 //!
-//! [`FleetService`] knows which agents a selector names (`select`), what their `kas.yaml` says (`files`), and
+//! `FleetService` knows which agents a selector names (`select`), what their `kas.yaml` says (`files`), and
 //! asks them (`fan_out`). Each question goes to each agent through the router, as any request: there is no
 //! further protocol, and an agent that does not answer is named.
 

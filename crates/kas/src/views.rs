@@ -1,11 +1,11 @@
 //! The view hub: rows of objects of many clusters, kept fresh by one watch for each resource of each agent,
 //! however many look.
 //!
-//! A [`Feed`](feed::Feed) has the rows of one resource of one agent. A `reader` fills it from the first looker
-//! until `views.linger` after the last one. A [`Subscription`](subscription::Subscription) is one caller who
-//! looks: its `director` finds the agents that it selects, asks what the caller may see, and attaches feeds.
-//! What has changed since the caller last looked is found when it takes the next message, so a slow caller gets
-//! the newest state, and nothing is queued for it.
+//! A `Feed` has the rows of one resource of one agent. A `reader` fills it from the first looker until
+//! `views.linger` after the last one. A `Subscription` is one caller that looks: its `director` finds the
+//! agents that it selects, asks what the caller may see, and attaches feeds. What has changed since the
+//! caller last looked is found when it takes the next message, so a slow caller gets the newest state, and
+//! nothing is queued for it.
 
 mod director;
 mod feed;

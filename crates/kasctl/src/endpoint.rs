@@ -69,8 +69,8 @@ impl Endpoint<'_> {
         self.failed(format!("it answered with something else ({error}); is --url the endpoint for kubectl?"))
     }
 
-    /// Sends a request with a token, and returns the answer, within a time; zero for no limit. The largest answer
-    /// is in bytes.
+    /// Sends a request with a token, and returns the answer, within a time; zero for no limit. The largest
+    /// answer is in bytes.
     ///
     /// # Errors
     /// If there is no answer, or the credential is refused.
@@ -100,9 +100,13 @@ impl Endpoint<'_> {
             https::Error::Response(why) => self.failed(why),
             error @ https::Error::CaFile(_) => Error::CaFile(error),
         })?;
+        self.admitted(response)
+    }
+
+    fn admitted(&self, response: Response<Bytes>) -> Result<Response<Bytes>, Error> {
         match response.status() {
             status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
-                Err(Error::Refused { url: url(), why: said(status, response.body()) })
+                Err(Error::Refused { url: self.url.to_string(), why: said(status, response.body()) })
             }
             _ => Ok(response),
         }
@@ -132,5 +136,21 @@ mod tests {
             "kas: no\\nsuch (request 1) (HTTP 401 Unauthorized)"
         );
         assert_eq!(said(StatusCode::BAD_GATEWAY, b"<html>"), "HTTP 502 Bad Gateway");
+    }
+
+    #[test]
+    fn a_refused_credential_is_told_apart() {
+        let url: KasUrl = "https://kas.test/".parse().unwrap();
+        let endpoint = Endpoint { url: &url, what: "did not answer" };
+        let answer = |status: u16| {
+            let body = Bytes::from_static(br#"{"kind":"Status","message":"no","code":401}"#);
+            endpoint.admitted(Response::builder().status(status).body(body).unwrap())
+        };
+        for status in [401, 403] {
+            assert!(answer(status).unwrap_err().to_string().contains("refused the credential: no (HTTP 40"));
+        }
+        assert!(answer(200).is_ok() && answer(422).is_ok());
+        let other = endpoint.failed("no").to_string();
+        assert!(other.ends_with("did not answer: no"), "{other}");
     }
 }

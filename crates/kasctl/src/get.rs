@@ -501,9 +501,9 @@ mod tests {
         let titles = seen.titles(&shape);
         assert_eq!(
             table.rows(std::iter::once(&titles).chain(&rows)),
-            "AGENT   NAMESPACE   NAME   READY          AGE\n\
-             prod    shop        a      0/1\\u{1b}      -\n\
-             prod    shop        b      1/1            -\n"
+            "AGENT   NAMESPACE   NAME   READY       AGE\n\
+             prod    shop        a      0/1\\u{1b}   -\n\
+             prod    shop        b      1/1         -\n"
         );
     }
 

@@ -205,8 +205,6 @@ mod tests {
     fn errors_have_the_text_of_kas() {
         let refused = r#"{"status":"error","errorType":"execution","error":"sum(a): write it so"}"#;
         assert!(answered(422, refused).unwrap_err().contains("sum(a): write it so (HTTP 422"));
-        let unauthorized = r#"{"kind":"Status","message":"no","code":401}"#;
-        assert!(answered(401, unauthorized).unwrap_err().contains("refused the credential"));
         assert!(answered(200, "<html>").unwrap_err().contains("something else"));
     }
 }

@@ -1,5 +1,5 @@
-//! Looks at an expression before it is parsed: it bounds what parsing costs, and refuses the few forms that the
-//! parser reads otherwise than Prometheus does.
+//! Looks at an expression before it is parsed: it bounds what parsing costs, and refuses the few forms that
+//! the parser reads otherwise than Prometheus does.
 
 use crate::Refused;
 

@@ -204,7 +204,8 @@ impl Kubernetes {
         self.dir.path().join(AUDIT_LOG)
     }
 
-    /// Returns the `kubectl` of the API server's version, which is built first when this machine has none yet.
+    /// Returns the `kubectl` of the API server's version, which is built first when this machine has none
+    /// yet.
     ///
     /// # Errors
     ///

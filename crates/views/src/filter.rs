@@ -15,7 +15,8 @@ const MOST_TERMS: usize = 16;
 ///
 /// Columns are named as the API server titles them, in any case and without spaces; `namespace`, `name` and
 /// `resource` are columns too. The order of numbers is theirs: of a cell, the number at its beginning counts
-/// (`3 (5m ago)` is 3). A cell without one is neither less nor greater. A row without the column does not pass.
+/// (`3 (5m ago)` is 3). A cell without one is neither less nor greater. A row without the column does not
+/// pass.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Filter(Vec<Term>);
 

@@ -1,8 +1,8 @@
 //! Views: rows of Kubernetes objects as the API server prints them.
 //!
 //! A [`View`] names resources. Each of them has a [`Store`] for each cluster and namespace: its rows, which
-//! [`table`] reads from lists and watches of the API server, and the last changes, so that a reader who knows a
-//! version gets only what is new. [`Filter`] and [`Labels`] choose rows.
+//! [`table`] reads from lists and watches of the API server, and the last changes, so that a reader who knows
+//! a version gets only what is new. [`Filter`] and [`Labels`] choose rows.
 //!
 //! There is no I/O, clock or lock here. What comes from an API server is never trusted: every size has a
 //! limit.

@@ -153,7 +153,7 @@ impl Lab {
         // A body may break off, but its request must not be another one.
         let others = seen.broken.iter().filter(|head| row_of(head).is_none());
         wrong.extend(others.map(|head| format!("a part of a request that no row sends: {head:?}")));
-        wrong.extend(seen.garbage.drain(..));
+        wrong.append(&mut seen.garbage);
         for (row, (name, fate)) in expected.iter().enumerate() {
             let got = requests.remove(&row).unwrap_or_default();
             let problem = match (&got[..], fate) {

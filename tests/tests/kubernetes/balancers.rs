@@ -1,5 +1,5 @@
-//! kubectl behind nginx, HAProxy and Envoy, with the configuration of docs/proxies.md and TLS between kubectl and
-//! the balancer. What each of them does with single requests and bytes is tested in `proxies`.
+//! kubectl behind nginx, HAProxy and Envoy, with the configuration of docs/proxies.md and TLS between kubectl
+//! and the balancer. What each of them does with single requests and bytes is tested in `proxies`.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;

@@ -1,4 +1,5 @@
-//! Views: the rows that kas has are those of the API server, whatever happens to watches, agents and replicas.
+//! Views: the rows that kas has are those of the API server, whatever happens to watches, agents and
+//! replicas.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

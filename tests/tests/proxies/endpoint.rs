@@ -399,8 +399,8 @@ async fn with_http2_to_kas_everything_works_through_envoy_too() -> Result<()> {
     upgrades(proxy, api_server).await
 }
 
-/// Clients that upgrade a stream of HTTP/2, by extended CONNECT (RFC 8441): which balancers let them, and what
-/// becomes of it, as docs/proxies.md says.
+/// Clients that upgrade a stream of HTTP/2, by extended CONNECT (RFC 8441): which balancers let them, and
+/// what becomes of it, as docs/proxies.md says.
 #[tokio::test]
 async fn extended_connect_works_where_the_documentation_says_so() -> Result<()> {
     let Endpoint { address, api_server, .. } = &Endpoint::start().await?;

@@ -475,7 +475,7 @@ mod tests {
                 "annotate.name",
             ),
             (
-                format!("{{name: a, {verify}, deliver: {{annotate: {{resource: v1/pods, name: y}}}}}}"),
+                format!("{{name: a, {verify}, deliver: {{annotate: {{resource: v1/pods, name: app}}}}}}"),
                 "annotate.annotation",
             ),
             (

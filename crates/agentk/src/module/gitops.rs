@@ -1,8 +1,8 @@
 //! Applies manifests by itself, where kas does not: for a kas of GitLab 14.1 to 16.
 //!
 //! The configuration names the manifest projects, kas sends their files, and the engine of the crate `gitops`
-//! applies them. Of several pods, the one that holds the [Lease](lease) does so. What it may delete is decided
-//! by the inventory in the cluster, as where kas applies.
+//! applies them. Of several pods, the one that holds the [Lease](lease) does so. What it may delete is
+//! decided by the inventory in the cluster, as where kas applies.
 //!
 //! Without manifest projects in the configuration, and with a kas that applies by itself, nothing is asked of
 //! the API server.
@@ -47,7 +47,8 @@ use crate::{calls::Calls, cluster::ApiServer};
 
 /// The most manifest projects of an agent.
 const PROJECTS: usize = 100;
-/// How long kas may take to say that it does not let agentk apply. A kas that waits for a commit says nothing.
+/// How long kas may take to say that it does not let agentk apply. A kas that waits for a commit says
+/// nothing.
 const ASKED: Duration = Duration::from_secs(15);
 /// How long projects may take to end before they are aborted.
 const ENDING: Duration = Duration::from_secs(3);

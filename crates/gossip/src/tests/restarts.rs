@@ -39,7 +39,7 @@ async fn a_process_recovers_after_its_clock_was_set_back() {
     until(a.members(), "b ahead", |m| m.member("b").is_some_and(|b| b.generation() == ahead)).await;
     drop(b);
     let b = start("b", &[&a]).await;
-    assert!(b.generation() < ahead);
+    // It begins with an earlier generation, and may have heard of the later one already.
     until(a.members(), "b beyond", |m| m.member("b").is_some_and(|b| b.generation() == ahead + 1)).await;
     assert_eq!(b.generation(), ahead + 1);
     assert_eq!(b.counters().restarts(Restart::Overtaken), 1);

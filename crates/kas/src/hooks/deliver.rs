@@ -220,14 +220,14 @@ mod tests {
     #[test]
     fn an_object_gets_the_id_and_nothing_of_the_body() {
         let hook = of(
-            "{annotate: {resource: source.toolkit.fluxcd.io/v1/gitrepositories, namespace: n, name: app, \
+            "{annotate: {resource: source.toolkit.fluxcd.io/v1/gitrepositories, namespace: apps, name: app, \
                        annotation: reconcile.fluxcd.io/requestedAt}}",
         );
         let request = request(&hook, &message(), 1).unwrap();
         assert_eq!(request.method, Method::PATCH);
         assert_eq!(
             request.target.path(),
-            "/apis/source.toolkit.fluxcd.io/v1/namespaces/n/gitrepositories/app"
+            "/apis/source.toolkit.fluxcd.io/v1/namespaces/apps/gitrepositories/app"
         );
         let patch: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
         let id = "00000000000000000000000000000001";

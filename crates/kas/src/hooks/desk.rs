@@ -42,6 +42,11 @@ pub(crate) struct Parts {
     pub(crate) metrics: Arc<MailboxMetrics>,
 }
 
+/// Parsed definitions, or what is wrong with them, by their hashes.
+type Parsed = HashMap<[u8; 32], Result<Arc<Hooks>, String>>;
+/// How many hooks of a name may come now, and since when that counts.
+type Rates = HashMap<(AgentId, Arc<str>), (f64, Instant)>;
+
 /// Verifies hooks and keeps them.
 pub(crate) struct Desk {
     pub(super) post: Arc<Post>,
@@ -49,8 +54,8 @@ pub(crate) struct Desk {
     pub(super) metrics: Arc<MailboxMetrics>,
     pub(super) largest: usize,
     observer: Arc<Observer>,
-    parsed: Mutex<HashMap<[u8; 32], Result<Arc<Hooks>, String>>>,
-    rates: Mutex<HashMap<(AgentId, Arc<str>), (f64, Instant)>>,
+    parsed: Mutex<Parsed>,
+    rates: Mutex<Rates>,
 }
 
 /// A hook that came to some replica.

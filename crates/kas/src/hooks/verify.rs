@@ -84,7 +84,7 @@ impl<'a> Sent<'a> {
 
     fn is_github(&self, secret: &[u8]) -> bool {
         let signature = self.one("x-hub-signature-256").and_then(|value| value.strip_prefix(b"sha256="));
-        let signature = signature.and_then(|digits| hex(digits));
+        let signature = signature.and_then(hex);
         let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
         signature.is_some_and(|signature| hmac::verify(&key, self.body, &signature).is_ok())
     }

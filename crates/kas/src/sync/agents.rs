@@ -47,8 +47,8 @@ impl HeldAgents {
         }
     }
 
-    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file is
-    /// not known here.
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file
+    /// is not known here.
     pub(super) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
         let agent = self.identity.agent(agent);
         let file = agent.and_then(|agent| self.configs.kas_yaml(&agent)?.good);

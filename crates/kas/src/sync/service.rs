@@ -96,8 +96,8 @@ impl SyncService {
         self.planners.totals()
     }
 
-    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file is
-    /// not known here.
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file
+    /// is not known here.
     pub(crate) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
         self.held.namespaces_of(agent)
     }

@@ -1,4 +1,5 @@
-//! The director of a subscription: finds its agents, asks what the caller may see of them, and attaches feeds.
+//! The director of a subscription: finds its agents, asks what the caller may see of them, and attaches
+//! feeds.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

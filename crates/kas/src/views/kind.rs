@@ -33,8 +33,8 @@ impl Default for Kind {
 }
 
 impl Kind {
-    /// Returns whether a watch may be opened. Until it is known whether the agentk can cancel requests, it waits
-    /// for a permit.
+    /// Returns whether a watch may be opened. Until it is known whether the agentk can cancel requests, it
+    /// waits for a permit.
     ///
     /// # Cancel safety
     /// Cancel safe.

@@ -459,10 +459,11 @@ impl Subscription {
                 }
             }
         });
-        if widened || !self.columns_are_told && !(upserted.is_empty() && removed.is_empty()) {
+        let has_rows = !upserted.is_empty() || !removed.is_empty();
+        if widened || !self.columns_are_told && has_rows {
             self.tell_columns();
         }
-        self.is_news |= !(upserted.is_empty() && removed.is_empty());
+        self.is_news |= has_rows;
         if !removed.is_empty() {
             self.ready.push_back(Event::Removed(ViewKeys { keys: removed }));
         }
@@ -595,6 +596,7 @@ fn widen(told: &mut Vec<(String, String)>, columns: &Columns, question: &Questio
     let is_all = question.columns.iter().any(|name| name == "*");
     let mut changed = false;
     for column in columns.iter() {
+        let has_room = told.len() < MOST_COLUMNS;
         match told.iter_mut().find(|(name, _)| is_same(name, &column.name)) {
             Some((name, kind)) if kind.is_empty() => {
                 name.clone_from(&column.name);
@@ -602,11 +604,9 @@ fn widen(told: &mut Vec<(String, String)>, columns: &Columns, question: &Questio
                 changed = true;
             }
             Some(_) => {}
-            None if is_all || question.columns.is_empty() && !column.is_wide => {
-                if told.len() < MOST_COLUMNS {
-                    told.push((column.name.clone(), column.kind.clone()));
-                    changed = true;
-                }
+            None if has_room && (is_all || question.columns.is_empty() && !column.is_wide) => {
+                told.push((column.name.clone(), column.kind.clone()));
+                changed = true;
             }
             None => {}
         }

@@ -22,7 +22,8 @@ JSON is the answer of the HTTP API of Prometheus, in one line.";
 /// Arguments of `promql`.
 #[derive(Debug, Args)]
 pub(crate) struct PromqlArgs {
-    /// Which agents are asked: all, or terms such as id=7|9, project=3, name=prod-*, env=prod, joined by commas
+    /// Which agents are asked: all, or terms such as id=7|9, project=3, name=prod-*, env=prod, joined by
+    /// commas
     #[arg(value_name = "AGENTS")]
     pub(crate) agents: String,
     /// The expression

@@ -43,9 +43,8 @@ const PASSED: [&str; 5] = ["accept", "content-type", "kas-fleet-require", "last-
 pub trait Fleet: Send + Sync {
     /// Answers a question.
     ///
-    /// # Errors
-    /// A refusal, which the client gets as a `Status` of Kubernetes. Clients that expect errors in another form
-    /// get those as an answer.
+    /// # Errors A refusal, which the client gets as a `Status` of Kubernetes. Clients that expect errors in
+    /// another form get those as an answer.
     ///
     /// # Cancel safety
     /// Cancel safe: the client has left.
@@ -139,8 +138,8 @@ pub trait FleetCaller: Send + Sync {
     /// Cancel safe.
     async fn reachable(&self) -> Result<Reachable, NotReached>;
 
-    /// Returns as whom it may use an agent. Each call decides anew, so a stream can learn of a permission that
-    /// was withdrawn.
+    /// Returns as whom it may use an agent. Each call decides anew, so a stream can learn of a permission
+    /// that was withdrawn.
     ///
     /// # Errors
     /// [`NotReached`].

@@ -1,6 +1,6 @@
-//! Three to five replicas in virtual time, driven by a seed: slow links, views that differ for seconds, agents
-//! that come and go, one crash or drain at a time. After every step each accepted hook is delivered, waiting
-//! or a dead letter somewhere.
+//! Three to five replicas in virtual time, driven by a seed: slow links, views that differ for seconds,
+//! agents that come and go, one crash or drain at a time. After every step each accepted hook is delivered,
+//! waiting or a dead letter somewhere.
 //!
 //! `MAILBOX_SEED=n` replays one seed, `MAILBOX_SEEDS=n` runs more.
 

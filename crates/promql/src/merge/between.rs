@@ -1,5 +1,5 @@
-//! Arithmetic and comparisons between merged aggregations, as Prometheus does them: one to one, on equal labels
-//! without the name of the metric.
+//! Arithmetic and comparisons between merged aggregations, as Prometheus does them: one to one, on equal
+//! labels without the name of the metric.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,8 @@ pub(super) enum Side {
     Right,
 }
 
-/// Applies an operator to series and a number. A comparison keeps the values of the series for which it holds.
+/// Applies an operator to series and a number. A comparison keeps the values of the series for which it
+/// holds.
 pub(super) fn with_number(operator: Operator, rows: Vec<Row>, number: f64, side: Side) -> Vec<Row> {
     let apply = |mut row: Row| {
         let is_comparison = operator.is_comparison();

@@ -36,8 +36,8 @@ impl Leaf {
         Ok(Self { expr, text, agents, kept })
     }
 
-    /// Returns the expression for the server of an agent; `None`: no selector selects the agent, so the answer
-    /// is empty.
+    /// Returns the expression for the server of an agent; `None`: no selector selects the agent, so the
+    /// answer is empty.
     ///
     /// # Errors
     /// [`Refused`].

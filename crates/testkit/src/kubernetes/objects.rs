@@ -28,9 +28,9 @@ impl Kubernetes {
         connection.ensure(&accounts, &json!({ "metadata": { "name": "default" } })).await
     }
 
-    /// Creates a Service with one port, `web`, that leads to a server of this test. Its address must not be on
-    /// loopback: an API server proxies to no such address. It also proxies only to addresses of pods, so there
-    /// is one with this address, too.
+    /// Creates a Service with one port, `web`, that leads to a server of this test. Its address must not be
+    /// on loopback: an API server proxies to no such address. It also proxies only to addresses of pods, so
+    /// there is one with this address, too.
     ///
     /// # Errors
     ///

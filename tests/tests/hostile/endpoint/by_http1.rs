@@ -232,7 +232,8 @@ fn http1_rows() -> Vec<Row1> {
             &[&[401]],
             Fate::Refused,
         ),
-        // Other protocols. What follows a request that was not upgraded is another request, and judged as one.
+        // Other protocols. What follows a request that was not upgraded is another request, and judged as
+        // one.
         row(
             "HTTP/2 is asked for",
             get(

@@ -1,11 +1,11 @@
 //! Which of several pods applies: the one that holds a Lease in the cluster.
 //!
-//! A pod renews its Lease every 2 s. It stops when the last renewal that succeeded was begun 10 s ago. Another
-//! pod takes the Lease when that has not changed for 15 s, on its own clock: the times in a Lease are for
-//! people only. Each write has the `resourceVersion` that was read, so of two pods only one succeeds.
+//! A pod renews its Lease every 2 s. It stops when the last renewal that succeeded was begun 10 s ago.
+//! Another pod takes the Lease when that has not changed for 15 s, on its own clock: the times in a Lease are
+//! for people only. Each write has the `resourceVersion` that was read, so of two pods only one succeeds.
 //!
-//! A Lease cannot stop a request that is on its way. That two pods do not disturb each other in that moment is
-//! ensured by the inventory.
+//! A Lease cannot stop a request that is on its way. That two pods do not disturb each other in that moment
+//! is ensured by the inventory.
 
 use std::{sync::Arc, time::Duration};
 

@@ -298,7 +298,8 @@ impl Task {
         }
     }
 
-    /// Reads and decodes the set of the head. One set is read at a time, and waits until there is room for it.
+    /// Reads and decodes the set of the head. One set is read at a time, and waits until there is room for
+    /// it.
     async fn load(&self, feed: &Feed) -> Result<Loaded, LoadError> {
         let limits = Limits::default();
         let loading = async {

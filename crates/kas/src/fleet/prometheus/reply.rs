@@ -12,7 +12,8 @@ const LONGEST: usize = 2_000;
 #[derive(Debug)]
 pub(super) struct Reply {
     status: StatusCode,
-    headers: HeaderMap,
+    /// Boxed, as a reply is the error of many functions.
+    headers: Box<HeaderMap>,
     body: Bytes,
     is_partial: bool,
 }
@@ -20,7 +21,7 @@ pub(super) struct Reply {
 impl Reply {
     /// An answer of a server, as it is.
     pub(super) fn as_it_is(status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
-        Self { status, headers, body, is_partial: false }
+        Self { status, headers: Box::new(headers), body, is_partial: false }
     }
 
     /// A result: `data` is JSON.
@@ -31,7 +32,7 @@ impl Reply {
             body.push_str(&json!(warnings).to_string());
         }
         body.push('}');
-        Self { status: StatusCode::OK, headers: HeaderMap::new(), body: body.into(), is_partial: false }
+        Self { status: StatusCode::OK, headers: Box::default(), body: body.into(), is_partial: false }
     }
 
     /// Says whether agents are missing in it.
@@ -56,7 +57,7 @@ impl Reply {
         };
         let text: String = text.chars().take(LONGEST).map(|c| if c.is_control() { ' ' } else { c }).collect();
         let body = json!({ "status": "error", "errorType": kind, "error": text }).to_string();
-        Self { status, headers: HeaderMap::new(), body: body.into(), is_partial: false }
+        Self { status, headers: Box::default(), body: body.into(), is_partial: false }
     }
 
     /// A limit is reached; the same question may be asked again soon.
@@ -83,7 +84,7 @@ impl Reply {
     }
 
     pub(super) fn into_answer(self) -> FleetAnswer {
-        let mut headers = self.headers;
+        let mut headers = *self.headers;
         headers.entry(header::CONTENT_TYPE).or_insert(HeaderValue::from_static("application/json"));
         FleetAnswer { status: self.status, headers, body: FleetBody::Whole(self.body) }
     }

@@ -19,9 +19,7 @@ use ids::{AgentId, ConnectionId, Impersonation, ReplicaId};
 use parking_lot::Mutex;
 use process::lifecycle::Lifecycle;
 use prometheus_client::registry::Registry;
-use proto::kas::api::v1::{
-    ViewAgent, ViewRow, ViewSynced, WatchViewRequest, WatchViewResponse, watch_view_response::Event,
-};
+use proto::kas::api::v1::{ViewAgent, ViewRow, ViewSynced, WatchViewRequest, watch_view_response::Event};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use views::{Definitions, Resource};
@@ -500,13 +498,9 @@ impl Client {
     pub(super) async fn synced(&mut self) -> Result<ViewSynced, Status> {
         loop {
             let next = tokio::time::timeout(Duration::from_secs(3_600), self.subscription.next()).await;
-            match next.expect("nothing comes").expect("the answer has ended")? {
-                WatchViewResponse { event: Some(event) } => {
-                    if let Some(synced) = self.take(event) {
-                        return Ok(synced);
-                    }
-                }
-                WatchViewResponse { event: None } => {}
+            let answer = next.expect("nothing comes").expect("the answer has ended")?;
+            if let Some(synced) = answer.event.and_then(|event| self.take(event)) {
+                return Ok(synced);
             }
         }
     }

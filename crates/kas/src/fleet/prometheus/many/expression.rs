@@ -102,8 +102,8 @@ impl Many<'_> {
     }
 }
 
-/// Asks an agent all leaves; `None`: a leaf selects nothing of it. If one has no answer, the agent has no part
-/// in any.
+/// Asks an agent all leaves; `None`: a leaf selects nothing of it. If one has no answer, the agent has no
+/// part in any.
 async fn leaves(
     asker: Asker,
     member: Member,
