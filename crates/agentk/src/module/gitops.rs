@@ -1,7 +1,7 @@
 //! Applies manifests by itself, where kas does not: for a kas of GitLab 14.1 to 16.
 //!
 //! The configuration names the manifest projects, kas sends their files, and the engine of the crate `gitops`
-//! applies them. Of several pods, the one that holds the [Lease](lease) does so. What it may delete is
+//! applies them. Of several pods, the one that holds the Lease does so. What it may delete is
 //! decided by the inventory in the cluster, as where kas applies.
 //!
 //! Without manifest projects in the configuration, and with a kas that applies by itself, nothing is asked of
