@@ -2,8 +2,8 @@
 //! lock.
 //!
 //! The **holders** of an agent are the two ready replicas with the highest [`rank`](ids::home_rank); the
-//! first of them is its **home**, which delivers. One rule keeps messages where they belong: whoever holds
-//! one sends it to each other holder, and whoever is not a holder forgets it once all holders have it. So
+//! first of them is its **home**, which delivers. One rule keeps messages where they belong: a holder
+//! sends each to the other holder, and a replica that is not a holder forgets it once all holders have it. So
 //! joins, drains and crashes need no code of their own.
 //!
 //! A holder *has* a message when it says so and is a holder by its own view at that moment. What was said

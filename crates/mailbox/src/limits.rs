@@ -33,7 +33,8 @@ pub struct Limits {
     pub definition_bytes: usize,
     /// Deliveries to an agent at once.
     pub deliveries: usize,
-    /// The first pause after a failed delivery is at most this long, each further one at most twice as long…
+    /// The first pause after a failed delivery is at most this long, and each further one at most twice as
+    /// long…
     pub first_pause: Duration,
     /// …up to this.
     pub longest_pause: Duration,

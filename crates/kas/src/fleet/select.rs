@@ -1,4 +1,4 @@
-//! Which agents a selector names, for whoever asks.
+//! The agents that a selector names, among those that a caller reaches.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,7 +17,7 @@ use super::files::{AgentFile, AgentFiles, Unknown};
 /// The most agents that GitLab is asked about for one question of a caller whose source cannot list them.
 const MOST_GUESSED: usize = 50;
 
-/// Who asks.
+/// The caller.
 #[derive(Clone)]
 pub(crate) enum Who {
     /// A caller of the API, who reaches every agent with agentk's own rights.

@@ -54,7 +54,7 @@ pub(crate) struct Resume {
 impl Resume {
     const FORM: u8 = 1;
 
-    /// Writes it for the caller, who does not read it.
+    /// Writes it for the caller, which does not read it.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![Self::FORM];
         for number in [self.fingerprint, self.epoch, self.version, self.feeds] {

@@ -67,7 +67,7 @@ pub struct FleetQuestion {
     pub body: Bytes,
     /// The id of the request.
     pub request: String,
-    /// Who asks.
+    /// The caller.
     pub caller: Arc<dyn FleetCaller>,
 }
 
@@ -117,7 +117,7 @@ impl FleetRefusal {
     }
 }
 
-/// Who asks, and which agents it reaches.
+/// A caller, and the agents that it reaches.
 #[async_trait]
 pub trait FleetCaller: Send + Sync {
     /// Returns its name, by which its requests are counted.
@@ -155,7 +155,7 @@ pub struct Reachable {
     /// The agents. Each of them still has to be [authorized](FleetCaller::authorize).
     pub agents: Vec<ListedAgent>,
     /// The source of the caller tells nothing of all agents, so these are simply all that are known, and it
-    /// has to be asked about each. Whoever asks must bound their number.
+    /// has to be asked about each. The code that asks must bound their number.
     pub is_guess: bool,
 }
 

@@ -46,7 +46,7 @@ struct Held {
     until: Instant,
 }
 
-/// Who holds the Lease after an attempt.
+/// The holder of the Lease after an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Holder {
     /// This pod, until then unless it renews it.
@@ -344,7 +344,7 @@ mod tests {
         let lease = server.lease.lock().1.clone().unwrap();
         assert_eq!(lease["spec"]["leaseTransitions"], 1);
         assert_eq!(lease["spec"]["leaseDurationSeconds"], 15);
-        // Who does not hold it releases nothing.
+        // A pod that does not hold it releases nothing.
         a.release().await.unwrap();
         assert_eq!(server.lease.lock().1.as_ref().unwrap()["spec"]["holderIdentity"], "b");
     }

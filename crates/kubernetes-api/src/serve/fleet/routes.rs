@@ -23,7 +23,7 @@ pub(crate) enum Auth {
     AgentOfQuery,
     /// Who may use the agent in the first variable segment of the path.
     AgentOfPath,
-    /// Whoever has a valid credential. The answer concerns only the agents that it may use, and each of them
+    /// Any valid credential. The answer concerns only the agents that it may use, and each of them
     /// is asked as whom the rules say.
     EachAgent,
 }

@@ -82,7 +82,7 @@ impl Many<'_> {
     /// Lets any one agent answer.
     async fn any(mut self, form: &Form, text: &str) -> Reply {
         self.members.truncate(TRIED);
-        // Who is away does not matter.
+        // Agents that are away do not matter.
         self.unanswered.clear();
         self.needs_all = false;
         let mut form = form.clone();
