@@ -208,6 +208,14 @@ impl RequestInfo {
         parts.split('/').filter(move |_| !self.parts.is_empty())
     }
 
+    /// Whether there is an empty segment where the subresource belongs, as in `pods/web//exec`.
+    ///
+    /// The API server sees a request for the object itself, which it then does not find. A proxy before it that
+    /// merges slashes makes it a request for the subresource, so nothing may be allowed by what it seems to be.
+    pub fn is_subresource_skipped(&self) -> bool {
+        self.subresource.is_empty() && self.verb != "proxy" && self.parts().nth(2).is_some()
+    }
+
     /// Whether the API server forwards the request to a pod, a service or a node.
     pub fn is_proxy(&self) -> bool {
         self.subresource() == "proxy" || self.is_resource && self.verb == "proxy"

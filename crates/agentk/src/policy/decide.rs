@@ -174,6 +174,7 @@ impl Rule {
             && match &self.what {
                 What::Resources { resources, namespaces } => {
                     info.is_resource()
+                        && !info.is_subresource_skipped()
                         && resources.as_ref().is_none_or(|all| all.iter().any(|one| one.matches(info)))
                         && namespaces.as_ref().is_none_or(|all| all.iter().any(|one| one == info.namespace()))
                 }
@@ -219,6 +220,9 @@ fn described(info: &RequestInfo, verb: &str) -> String {
         "" => write!(text, " in all namespaces or outside of any"),
         namespace => write!(text, " in namespace {}", quoted(namespace)),
     };
+    if info.is_subresource_skipped() {
+        text.push_str(", by a path with an empty segment before the subresource");
+    }
     text
 }
 

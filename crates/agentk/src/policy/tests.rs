@@ -126,6 +126,12 @@ fn odd_spellings_of_a_path_are_judged_as_the_api_server_reads_them() {
         ("/api/v1/namespaces//pods", "-agent"),
         ("/api/v1/namespaces/a//secrets", "-agent"),
         ("/api/v1/namespaces/a/pods//", "agent[0]"),
+        ("/api/v1/namespaces/a/pods/x//", "agent[0]"),
+        // A proxy that merges slashes would make them requests for subresources.
+        ("/api/v1/namespaces/a/pods/x//exec", "-agent"),
+        ("/api/v1/namespaces/a/pods/x///status", "-agent"),
+        ("/api/v1/namespaces/a/pods/x%2F%2Fstatus", "-agent"),
+        ("/api/v1/namespaces/a/pods%2Fx//status", "-agent"),
         // Case counts.
         ("/api/v1/namespaces/A/pods", "-agent"),
         ("/api/v1/namespaces/a/Pods", "-agent"),

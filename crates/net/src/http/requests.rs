@@ -34,9 +34,11 @@ impl Service<Request<Incoming>> for Requests {
     type Future = Answering;
 
     fn call(&self, mut request: Request<Incoming>) -> Answering {
-        // A request may fail only after its first message. Then the next one is refused.
+        // A request may fail only after its first message, and another may be in the same packet. It is not
+        // judged: the connection ends.
         if self.connection.auth_state() == AuthState::Expelled {
             self.judged.notify_one();
+            return Answering { answer: Box::pin(std::future::pending()), admits: None, connect: None };
         }
         let connect = Connect::of(&mut request);
         let answer = Arc::clone(&self.connection).call(request, &self.slot);

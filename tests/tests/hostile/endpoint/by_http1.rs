@@ -22,6 +22,9 @@ const BAD: &[&[u16]] = &[&[400]];
 /// The head is valid and its body is not: it is passed on until that is known, and never to its end.
 const BROKEN: &[&[u16]] = &[&[], &[400]];
 
+/// After so many requests without a valid credential a connection is closed.
+const FAILURES: usize = 20;
+
 fn http1_rows() -> Vec<Row1> {
     let authorization = format!("Host: kas\r\nAuthorization: Bearer {JANE}\r\n");
     let hidden = hidden();
@@ -259,6 +262,15 @@ fn http1_rows() -> Vec<Row1> {
             get("Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n") + &hidden.replace(JANE, NOBODY),
             &[&[200], &[200, 401]],
             with("GET ROW", &["connection", "upgrade"]),
+        ),
+        // The last failure ends the connection, also for what is in the same packet.
+        row(
+            "a valid credential behind the last failure that a connection may have",
+            format!("GET /agents/1ROW HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {NOBODY}\r\n\r\n")
+                .repeat(FAILURES)
+                + &get(""),
+            &[&[401; FAILURES], &[401; FAILURES - 1]],
+            Fate::Refused,
         ),
         row("identity is named", get("Connection: close, Impersonate-User\r\n"), BAD, Fate::Refused),
     ];
