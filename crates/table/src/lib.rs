@@ -59,6 +59,9 @@ pub struct Epoch(pub u64);
 pub struct Version(pub u64);
 
 impl Version {
+    /// Above all versions: of a set that is not there, so that nothing follows from it.
+    pub const NONE: Self = Self(u64::MAX);
+
     /// Returns the version of the next operation; `None` after the largest version, which only a misbehaving
     /// peer can claim.
     pub(crate) fn next(self) -> Option<Self> {

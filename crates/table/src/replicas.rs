@@ -144,7 +144,8 @@ pub enum Action {
         replica: Option<ReplicaId>,
         /// The address to dial.
         address: Arc<str>,
-        /// The position to resume from, which is that of the copy; `None` requests a snapshot.
+        /// The position to resume from, which is that of the copy. [`Version::NONE`] requests a snapshot, and
+        /// tells the replica which epoch is known of it; `None` requests one, and no epoch is known.
         resume: Option<(Epoch, Version)>,
     },
     /// Close a stream, or stop dialling. Later events of it are ignored.

@@ -225,3 +225,9 @@ impl Lab {
         self.actions.iter().filter(|action| matches!(action, Action::Dial { .. })).count()
     }
 }
+
+/// Whether the table dials for a snapshot.
+fn asks_snapshot(action: &Action) -> bool {
+    let Action::Dial { resume, .. } = action else { return false };
+    resume.is_none_or(|(_, version)| version == Version::NONE)
+}

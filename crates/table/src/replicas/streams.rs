@@ -14,7 +14,7 @@ use super::{
     peer::{Peer, StreamVote},
 };
 use crate::{
-    Identity, Message, Version,
+    Epoch, Identity, Message, Version,
     flaw::{Flaw, flawed},
 };
 
@@ -251,12 +251,15 @@ impl Table {
         if resume.is_none() && (wait || self.running_snapshots() >= most) {
             return;
         }
-        let (address, stream) = (peer.address.clone(), StreamId(self.next_stream));
+        let (address, known, stream) = (peer.address.clone(), peer.epoch, StreamId(self.next_stream));
         self.next_stream += 1;
         if let Some(peer) = self.peers.get_mut(replica) {
             peer.link = Link::Dialing { stream, since: now, snapshot: resume.is_none() };
         }
         self.streams.insert(stream, Target::Peer(replica.clone()));
+        // Without a copy, the replica is told the epoch nevertheless: a process whose clock was set back begins
+        // another one then, and would otherwise be ignored as an old one until the replica is forgotten.
+        let resume = resume.or(known.map(|epoch| (epoch, Version::NONE)));
         self.out.actions.push(Action::Dial { stream, replica: Some(replica.clone()), address, resume });
     }
 
@@ -273,13 +276,14 @@ impl Table {
                     if self.running_snapshots() >= self.limits.snapshots {
                         continue;
                     }
+                    let resume = self.epoch_at(&address, seed).map(|epoch| (epoch, Version::NONE));
                     let stream = StreamId(self.next_stream);
                     self.next_stream += 1;
                     if let Some(seed) = self.seeds.get_mut(&address) {
                         seed.link = Link::Dialing { stream, since: now, snapshot: true };
                     }
                     self.streams.insert(stream, Target::Seed(address.clone()));
-                    self.out.actions.push(Action::Dial { stream, replica: None, address, resume: None });
+                    self.out.actions.push(Action::Dial { stream, replica: None, address, resume });
                 }
                 _ => {}
             }
@@ -295,6 +299,13 @@ impl Table {
             _ => {}
         }
         self.peers.values().any(|peer| lives(peer) && peer.address == *address)
+    }
+
+    /// Returns the epoch that is known of the replica at a seed's address. It is that of its last process as
+    /// long as the replica is remembered.
+    fn epoch_at(&self, address: &Arc<str>, seed: &Seed) -> Option<Epoch> {
+        let named = seed.replica.as_ref().and_then(|replica| self.peers.get(replica));
+        named.or_else(|| self.peers.values().find(|peer| peer.address == *address))?.epoch
     }
 
     /// Returns how many snapshots are requested or being received.
