@@ -4,12 +4,13 @@ use std::{
     fmt,
     fs::{self, File},
     io,
+    path::Path,
     process::{Command, ExitCode, Stdio},
     thread,
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::Args;
 use tokio::time::Instant;
 
@@ -52,8 +53,6 @@ enum Verdict {
     Failed,
     /// It could not run on this machine, although it should have.
     Skipped(Vec<String>),
-    /// The only check that may be skipped: fuzzing without a nightly toolchain.
-    Exempt(&'static str),
 }
 
 impl Verdict {
@@ -94,7 +93,6 @@ impl Summary {
                 Verdict::Ok => (style.good("ok"), &[]),
                 Verdict::Failed => (style.bad("FAILED"), &[]),
                 Verdict::Skipped(reasons) => (style.bad("SKIPPED"), reasons),
-                Verdict::Exempt(reason) => ((*reason).to_owned(), &[]),
             };
             line(format_args!("{name:<20} {:>12}  {shown}", human(*took)));
             for reason in reasons {
@@ -130,20 +128,29 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
             summary.check(name, || run(command));
         }
     } else if !args.quick {
-        // The tests wait more than they compute, so lints and fuzzing run beside them, at the lowest priority
-        // and in target folders of their own: cargo's lock would hold up tests that call cargo.
-        let beside = thread::spawn(beside_the_tests);
-        summary.check("test", || test(args.install, &mut tests));
+        let mut fuzzer = None;
+        summary.check("fuzz build", || {
+            fuzzer = Some(fuzz::build()?);
+            Ok(Verdict::Ok)
+        });
+        // The tests wait more than they compute, so other checks run beside them.
+        let mut beside = Vec::new();
+        summary.check("test", || {
+            test(args.install, &mut tests, || {
+                beside.push(("lints and fuzzing", thread::spawn(move || lowest(fuzzer.as_deref()))));
+                beside.push(("informers", thread::spawn(|| vec![Beside::of("informers", informers)])));
+            })
+        });
         let are_built = tests.is_some();
+        if beside.is_empty() {
+            let skipped = Verdict::skipped("the tests were not built");
+            summary.add("lints, fuzzing and informers", Ok(skipped), Duration::ZERO);
+        }
         summary.check("flaws", || flaws(are_built));
-        summary.check("informers", || informers(are_built));
-        match beside.join() {
-            Ok(beside) => beside.into_iter().for_each(|Beside { name, result, took }| {
+        for (name, thread) in beside {
+            let panicked = |_| vec![Beside::of(name, || Err(anyhow!("it panicked")))];
+            for Beside { name, result, took } in thread.join().unwrap_or_else(panicked) {
                 summary.add(name, result, took);
-            }),
-            Err(_) => {
-                let failed = Err(anyhow!("the thread that ran lints and fuzzing panicked"));
-                summary.add("lints and fuzzing", failed, Duration::ZERO);
             }
         }
         // These need the whole machine.
@@ -176,30 +183,82 @@ struct Beside {
     took: Duration,
 }
 
-/// Runs the lints and fuzzes. What they print goes into files, and onto standard output if they fail.
-fn beside_the_tests() -> Vec<Beside> {
-    let target = workspace::root().join("target/ci/lints");
-    let mut beside = Vec::new();
-    let mut add = |name, run: &dyn Fn() -> Result<Verdict>| {
+impl Beside {
+    fn of(name: &'static str, run: impl FnOnce() -> Result<Verdict>) -> Self {
         let began = Instant::now();
         let result = run();
-        beside.push(Beside { name, result, took: began.elapsed() });
-    };
-    for (name, mut command) in lints() {
-        command.env("CARGO_TARGET_DIR", &target);
-        add(name, &|| logged(name, &command));
+        Self { name, result, took: began.elapsed() }
     }
-    add("fuzz", &fuzz);
-    beside
 }
 
-/// Runs a command at the lowest priority, with its output in a file.
-fn logged(name: &str, command: &Command) -> Result<Verdict> {
+/// Runs the lints and fuzzes, at the lowest priority. What they print goes into files, and onto standard output
+/// if they fail.
+fn lowest(fuzzer: Option<&Path>) -> Vec<Beside> {
+    // A folder of their own, because cargo's lock would hold up tests that call cargo.
+    let target = workspace::root().join("target/ci/lints");
+    let shared = workspace::target().and_then(|tests| share(&tests.join("debug"), &target.join("debug")));
+    if let Err(failure) = shared {
+        // They only take longer.
+        line(format_args!("lints compile all dependencies again: {failure:#}"));
+    }
+    let mut all = Vec::new();
+    for (name, mut command) in lints() {
+        command.env("CARGO_TARGET_DIR", &target);
+        all.push(Beside::of(name, || logged(name, &command, LOWEST)));
+    }
+    all.push(Beside::of("fuzz", || match fuzzer {
+        Some(fuzzer) => logged("fuzz", &fuzz::command(fuzzer, FUZZ)?, LOWEST),
+        None => Ok(Verdict::skipped("its program was not built")),
+    }));
+    all
+}
+
+/// Gives a target folder what another one has of macros and of the results of build scripts. Two minutes of
+/// compiling C are among them.
+fn share(from: &Path, to: &Path) -> Result<()> {
+    if to.exists() {
+        return Ok(());
+    }
+    for folder in [".fingerprint", "build"] {
+        copy(&from.join(folder), &to.join(folder))?;
+    }
+    let (from, to) = (from.join("deps"), to.join("deps"));
+    fs::create_dir_all(&to)?;
+    for entry in fs::read_dir(&from).with_context(|| format!("cannot read {}", from.display()))? {
+        let path = entry?.path();
+        let ending = path.extension().unwrap_or_default();
+        if (ending == "so" || ending == "rlib" || ending == "rmeta")
+            && let Some(name) = path.file_name()
+        {
+            fs::hard_link(&path, to.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies a folder, with the times of its files: cargo goes by them.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to.with_file_name(""))?;
+    let copied = Command::new("cp").arg("-aT").args([from, to]).status().context("cannot run cp")?.success();
+    ensure!(copied, "cannot copy {}", from.display());
+    Ok(())
+}
+
+/// How long each target is fuzzed, in seconds.
+const FUZZ: u32 = 6;
+
+/// How nice what runs beside the tests is: lints and fuzzing take what is left over. The test of informers is a
+/// test like the others.
+const LOWEST: &str = "19";
+const AS_TESTS: &str = "0";
+
+/// Runs a command, which is so nice, with its output in a file.
+fn logged(name: &str, command: &Command, niceness: &str) -> Result<Verdict> {
     let path = workspace::root().join("target/ci").join(format!("{name}.log"));
     fs::create_dir_all(path.with_file_name("")).context("cannot make target/ci")?;
     let log = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
     let mut nice = Command::new("nice");
-    nice.args(["-n", "19"])
+    nice.args(["-n", niceness])
         .arg(command.get_program())
         .args(command.get_args())
         .current_dir(workspace::root());
@@ -237,12 +296,12 @@ fn deny() -> Result<Verdict> {
     cargo_check(&["deny", "--log-level", "error", "check", "licenses", "bans", "sources"])
 }
 
-fn test(install: bool, outcome: &mut Option<Outcome>) -> Result<Verdict> {
+fn test(install: bool, outcome: &mut Option<Outcome>, built: impl FnOnce()) -> Result<Verdict> {
     if let Err(missing) = tools::provide(install) {
         let _ = error(&missing);
         return Ok(Verdict::skipped(format_args!("{missing:#}")));
     }
-    let outcome = outcome.insert(suite::test(&TestArgs::installing(install))?);
+    let outcome = outcome.insert(suite::test(&TestArgs::installing(install), built)?);
     Ok(match outcome.totals.skipped.as_slice() {
         _ if outcome.code != 0 => Verdict::Failed,
         [] => Verdict::Ok,
@@ -261,12 +320,10 @@ fn flaws(are_built: bool) -> Result<Verdict> {
 
 /// Runs the test of informers, which others leave out because it takes two minutes. `--workspace` keeps cargo
 /// from building anything again with other features.
-fn informers(are_tests_built: bool) -> Result<Verdict> {
-    if !are_tests_built {
-        return Ok(Verdict::skipped("it needs the tools of the tests"));
-    }
-    let test = ["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"];
-    cargo_check(&test)
+fn informers() -> Result<Verdict> {
+    let mut command = cargo();
+    command.args(["test", "--workspace", "--test", "kubernetes", "--", "--ignored", "informers_outlast"]);
+    logged("informers", &command, AS_TESTS)
 }
 
 /// Simulates at least 50 seeds, and as many as 90 s allow.
@@ -299,17 +356,6 @@ fn strike(are_built: bool) -> Result<Verdict> {
     })
 }
 
-/// Seconds for each target. All checks have an hour, with an empty target folder.
-const FUZZ: u32 = 6;
-
-fn fuzz() -> Result<Verdict> {
-    match fuzz::missing() {
-        Some(fuzz::NO_NIGHTLY) => Ok(Verdict::Exempt(fuzz::NO_NIGHTLY)),
-        Some(reason) => Ok(Verdict::skipped(reason)),
-        None => logged("fuzz", &fuzz::command(FUZZ)?),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -323,11 +369,6 @@ mod tests {
         assert_eq!(code(&[Verdict::Ok, Verdict::Ok]), 0);
         assert_eq!(code(&[Verdict::Ok, Verdict::skipped("no cargo-deny"), Verdict::Ok]), 3);
         assert_eq!(code(&[Verdict::skipped("no cargo-deny"), Verdict::Failed]), 1);
-    }
-
-    #[test]
-    fn fuzzing_without_a_nightly_toolchain_is_the_one_exception() {
-        assert_eq!(code(&[Verdict::Ok, Verdict::Exempt(fuzz::NO_NIGHTLY)]), 0);
     }
 
     /// The script of the checks, with a cargo that does nothing and so many seconds of its time used.

@@ -1,12 +1,14 @@
 //! `cargo xtask fuzz`: fuzzes each parser of input from peers, starting with its seeds.
 
 use std::{
+    ffi::OsString,
     fs::{self, File},
     io::{self, IsTerminal as _},
-    process::{Command, ExitCode, Stdio},
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use tokio::time::Instant;
 
@@ -18,9 +20,15 @@ use devkit::{
 /// Arguments of `fuzz`.
 #[derive(Debug, Args)]
 pub(crate) struct FuzzArgs {
+    /// Only these targets; the default is all
+    #[arg(value_name = "TARGET")]
+    targets: Vec<String>,
     /// How long each target is fuzzed
     #[arg(long, value_name = "SECONDS", default_value_t = SECONDS, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: u32,
+    /// Do not build, and run this program
+    #[arg(long, value_name = "FILE", hide = true)]
+    program: Option<PathBuf>,
 }
 
 /// How many log lines of a failed target are repeated.
@@ -34,103 +42,96 @@ const SECONDS: u32 = 10;
 
 /// Fuzzes each target from its seeds.
 pub(crate) fn run(args: &FuzzArgs) -> Result<ExitCode> {
-    Ok(match fuzz_each(args.seconds)? {
-        Outcome::Ok => ExitCode::SUCCESS,
-        Outcome::Failed => ExitCode::FAILURE,
-        Outcome::NotRun(reason) => {
-            line(reason);
-            ExitCode::SUCCESS
-        }
-    })
-}
-
-/// The result of fuzzing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    Ok,
-    Failed,
-    NotRun(&'static str),
-}
-
-/// Why nothing is fuzzed without a nightly toolchain.
-pub(crate) const NO_NIGHTLY: &str = "not fuzzed: there is no nightly toolchain; the tests run the seeds";
-const NO_CARGO_FUZZ: &str = "not fuzzed: there is no cargo-fuzz; the tests run the seeds";
-
-/// How the targets are built. The crates are free of `unsafe` code, so the address sanitizer would slow down
-/// the build and find little. One unit for each crate, the default, is for long runs.
-const BUILD: [&str; 3] = ["--sanitizer", "none", "--codegen-units=16"];
-
-/// Returns cargo of the nightly toolchain.
-fn nightly() -> Command {
-    // rustup selects the toolchain, not the cargo that runs this.
-    let mut command = Command::new("rustup");
-    command.args(["run", "nightly", "cargo"]).current_dir(workspace::root());
-    command.env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
-    command
-}
-
-/// Returns why nothing can be fuzzed here, if so.
-pub(crate) fn missing() -> Option<&'static str> {
-    let there = nightly().arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    if !there.is_ok_and(|status| status.success()) {
-        return Some(NO_NIGHTLY);
-    }
-    workspace::find_program("cargo-fuzz").is_none().then_some(NO_CARGO_FUZZ)
-}
-
-/// Returns the command that builds and fuzzes each target for this many seconds.
-pub(crate) fn command(seconds: u32) -> Result<Command> {
-    let mut command = Command::new(std::env::current_exe().context("cannot find this program")?);
-    command.args(["fuzz", "--seconds", &seconds.to_string()]);
-    Ok(command)
-}
-
-/// Fuzzes each target from its seeds, for this many seconds each.
-fn fuzz_each(seconds: u32) -> Result<Outcome> {
-    if let Some(reason) = missing() {
-        return Ok(Outcome::NotRun(reason));
-    }
-    let built = nightly().args(["fuzz", "build"]).args(BUILD).status().context("cannot run cargo fuzz")?;
-    if !built.success() {
-        return Ok(Outcome::Failed);
-    }
-    let seeds = workspace::root().join("fuzz/corpus");
+    let targets = chosen(&args.targets)?;
+    let program = match &args.program {
+        Some(program) => program.clone(),
+        None => build()?,
+    };
     let mut failed = Vec::new();
-    for entry in fs::read_dir(&seeds).context("cannot read fuzz/corpus")? {
-        let seeds = entry?.path();
-        let name = seeds.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        // New inputs go into the first folder; the committed seeds stay unchanged.
-        let found = workspace::root().join("fuzz/target/found").join(&name);
-        fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
-        let time = format!("-max_total_time={seconds}");
-        let mut command = nightly();
-        command.args(["fuzz", "run"]).args(BUILD).arg(&name).args([&found, &seeds]);
-        command.args(["--", &time, TIMEOUT, "-rss_limit_mb=2048"]);
-        let began = Instant::now();
-        // The progress is for terminals; it would fill a log.
-        let (status, log) = if io::stdout().is_terminal() {
-            (command.status(), None)
-        } else {
-            let path = found.with_extension("log");
-            let log = File::create(&path).context("cannot make a log")?;
-            (command.stdout(log.try_clone()?).stderr(log).status(), Some(path))
-        };
-        let ok = status.context("cannot run cargo fuzz")?.success();
-        let style = Style::of_stdout();
-        let said = if ok { style.good("ok") } else { style.bad("FAILED") };
-        line(format_args!("{name:<24} {:>8}  {said}", human(began.elapsed())));
-        if !ok {
-            failed.push(name);
-            let log = log.map(fs::read).transpose()?.unwrap_or_default();
-            let log = String::from_utf8_lossy(&log);
-            let lines: Vec<&str> = log.lines().collect();
-            for text in &lines[lines.len().saturating_sub(LOG_LINES)..] {
-                line(format_args!("    | {text}"));
-            }
+    for target in targets {
+        if !fuzz(&program, &target, args.seconds)? {
+            failed.push(target);
         }
     }
     if !failed.is_empty() {
         line(format_args!("failed: {}", failed.join(", ")));
     }
-    Ok(if failed.is_empty() { Outcome::Ok } else { Outcome::Failed })
+    Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Returns the targets with these names, all if there are none. Each target has a folder of seeds.
+fn chosen(names: &[String]) -> Result<Vec<String>> {
+    let seeds = workspace::root().join("fuzz/corpus");
+    let mut all = Vec::new();
+    for entry in fs::read_dir(&seeds).context("cannot read fuzz/corpus")? {
+        all.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    all.sort();
+    if let Some(unknown) = names.iter().find(|name| !all.contains(name)) {
+        bail!("there is no target {unknown}; the targets are {}", all.join(", "));
+    }
+    Ok(if names.is_empty() { all } else { names.to_vec() })
+}
+
+/// Builds the program that fuzzes, with the profile and the dependencies of the tests, and returns its path. The
+/// address sanitizer is not in it: the crates are free of `unsafe` code, so that it would find little.
+pub(crate) fn build() -> Result<PathBuf> {
+    let mut command = workspace::cargo();
+    command.args(["build", "--workspace", "--test", "fuzz", "--features", "fuzz-targets/libfuzzer"]);
+    let wrapper = workspace::root().join("crates/fuzz-targets/rustc-with-coverage");
+    command.env("RUSTC_WORKSPACE_WRAPPER", wrapper);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut program = None;
+    runtime.block_on(workspace::build_seen(command, |message| {
+        if message["target"]["name"] == "fuzz"
+            && let Some(path) = message["executable"].as_str()
+        {
+            program = Some(PathBuf::from(path));
+        }
+    }))?;
+    program.context("cargo built no program that fuzzes")
+}
+
+/// Returns the command that fuzzes each target for this many seconds.
+pub(crate) fn command(program: &Path, seconds: u32) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe().context("cannot find this program")?);
+    command.args(["fuzz", "--seconds", &seconds.to_string(), "--program"]).arg(program);
+    Ok(command)
+}
+
+/// Fuzzes one target; false if it failed.
+fn fuzz(program: &Path, target: &str, seconds: u32) -> Result<bool> {
+    let seeds = workspace::root().join("fuzz/corpus").join(target);
+    // New inputs go into the first folder; the committed seeds stay unchanged.
+    let found = workspace::target()?.join("fuzz").join(target);
+    fs::create_dir_all(&found).context("cannot make a folder for what is found")?;
+    let mut artifacts = OsString::from("-artifact_prefix=");
+    artifacts.push(found.with_extension("failed-"));
+    let mut command = Command::new(program);
+    command.env("FUZZ_TARGET", target).args([&found, &seeds]).arg(artifacts);
+    command.args([&format!("-max_total_time={seconds}"), TIMEOUT, "-rss_limit_mb=2048"]);
+    let began = Instant::now();
+    // The progress is for terminals; it would fill a log.
+    let path = found.with_extension("log");
+    let status = if io::stdout().is_terminal() {
+        command.status()
+    } else {
+        let log = File::create(&path).context("cannot make a log")?;
+        command.stdout(log.try_clone()?).stderr(log).status()
+    };
+    let ok = status.context("cannot run the program that fuzzes")?.success();
+    let log = fs::read(&path).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let style = Style::of_stdout();
+    let said = if ok { style.good("ok") } else { style.bad("FAILED") };
+    line(format_args!("{target:<24} {:>8}  {said}", human(began.elapsed())));
+    if !ok {
+        let lines: Vec<&str> = log.lines().collect();
+        for text in &lines[lines.len().saturating_sub(LOG_LINES)..] {
+            line(format_args!("    | {text}"));
+        }
+    }
+    // Without counters it would only repeat its seeds.
+    ensure!(!log.contains("no interesting inputs were found"), "{target}: the program counts no coverage");
+    Ok(ok)
 }

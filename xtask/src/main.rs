@@ -43,7 +43,7 @@ enum Command {
     Museum(museum::MuseumArgs),
     /// Build a release: static programs, bills of materials, and images
     Images(images::ImagesArgs),
-    /// Fuzz each parser of input from peers; needs a nightly toolchain and cargo-fuzz
+    /// Fuzz each parser of input from peers; needs a C++ compiler
     Fuzz(fuzz::FuzzArgs),
     /// Check the dependencies between crates, and that the modules of a crate have no import cycle
     Layers(layers::LayersArgs),

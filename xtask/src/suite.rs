@@ -89,7 +89,7 @@ impl Outcome {
 /// Runs the tests; the exit code is that of cargo.
 pub(crate) fn run(args: &TestArgs) -> Result<ExitCode> {
     tools::provide(args.install)?;
-    let outcome = test(args)?;
+    let outcome = test(args, || ())?;
     line("");
     outcome.totals.slowest().iter().for_each(line);
     outcome.summarize();
@@ -97,8 +97,8 @@ pub(crate) fn run(args: &TestArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(if outcome.code == 0 && incomplete { SKIPPED } else { outcome.code }))
 }
 
-/// Builds and runs the tests; their tools must be installed.
-pub(crate) fn test(args: &TestArgs) -> Result<Outcome> {
+/// Builds and runs the tests; their tools must be installed. Calls `built` between the two.
+pub(crate) fn test(args: &TestArgs, built: impl FnOnce()) -> Result<Outcome> {
     // `cargo test` does not build the programs that tests start.
     let build = if args.packages.is_empty() { build_everything() } else { build_programs() };
     line(format_args!("building: {}", shown(&build)));
@@ -122,6 +122,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<Outcome> {
         // Without it, one test is skipped and says so.
         let _ = has("valkey")?;
     }
+    built();
 
     let mut command = cargo();
     command.args(["test", "--no-fail-fast"]);
