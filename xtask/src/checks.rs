@@ -191,8 +191,8 @@ impl Beside {
     }
 }
 
-/// Runs the lints and fuzzes, at the lowest priority. What they print goes into files, and onto standard output
-/// if they fail.
+/// Runs the lints and fuzzes, at the lowest priority. What they print goes into files, and onto standard
+/// output if they fail.
 fn lowest(fuzzer: Option<&Path>) -> Vec<Beside> {
     // A folder of their own, because cargo's lock would hold up tests that call cargo.
     let target = workspace::root().join("target/ci/lints");
@@ -247,8 +247,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 /// How long each target is fuzzed, in seconds.
 const FUZZ: u32 = 6;
 
-/// How nice what runs beside the tests is: lints and fuzzing take what is left over. The test of informers is a
-/// test like the others.
+/// How nice what runs beside the tests is: lints and fuzzing take what is left over. The test of informers is
+/// a test like the others.
 const LOWEST: &str = "19";
 const AS_TESTS: &str = "0";
 

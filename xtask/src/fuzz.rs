@@ -73,8 +73,8 @@ fn chosen(names: &[String]) -> Result<Vec<String>> {
     Ok(if names.is_empty() { all } else { names.to_vec() })
 }
 
-/// Builds the program that fuzzes, with the profile and the dependencies of the tests, and returns its path. The
-/// address sanitizer is not in it: the crates are free of `unsafe` code, so that it would find little.
+/// Builds the program that fuzzes, with the profile and the dependencies of the tests, and returns its path.
+/// The address sanitizer is not in it: the crates are free of `unsafe` code, so that it would find little.
 pub(crate) fn build() -> Result<PathBuf> {
     let mut command = workspace::cargo();
     command.args(["build", "--workspace", "--test", "fuzz", "--features", "fuzz-targets/libfuzzer"]);

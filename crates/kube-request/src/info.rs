@@ -210,8 +210,9 @@ impl RequestInfo {
 
     /// Whether there is an empty segment where the subresource belongs, as in `pods/web//exec`.
     ///
-    /// The API server sees a request for the object itself, which it then does not find. A proxy before it that
-    /// merges slashes makes it a request for the subresource, so nothing may be allowed by what it seems to be.
+    /// The API server sees a request for the object itself, which it then does not find. A proxy before it
+    /// that merges slashes makes it a request for the subresource, so nothing may be allowed by what it seems
+    /// to be.
     pub fn is_subresource_skipped(&self) -> bool {
         self.subresource.is_empty() && self.verb != "proxy" && self.parts().nth(2).is_some()
     }

@@ -257,8 +257,9 @@ impl Table {
             peer.link = Link::Dialing { stream, since: now, snapshot: resume.is_none() };
         }
         self.streams.insert(stream, Target::Peer(replica.clone()));
-        // Without a copy, the replica is told the epoch nevertheless: a process whose clock was set back begins
-        // another one then, and would otherwise be ignored as an old one until the replica is forgotten.
+        // Without a copy, the replica is told the epoch nevertheless: a process whose clock was set back
+        // begins another one then, and would otherwise be ignored as an old one until the replica is
+        // forgotten.
         let resume = resume.or(known.map(|epoch| (epoch, Version::NONE)));
         self.out.actions.push(Action::Dial { stream, replica: Some(replica.clone()), address, resume });
     }

@@ -510,8 +510,8 @@ fn a_clock_set_back_does_not_hide_the_next_process() {
     assert!(lab.holds(8) && !lab.holds(1));
 }
 
-/// Found by S35 of chaos: the process before had begun with a clock that was an hour ahead, and nothing of its
-/// table was left when the next one came.
+/// Found by S35 of chaos: the process before had begun with a clock that was an hour ahead, and nothing of
+/// its table was left when the next one came.
 #[test]
 fn a_clock_set_back_does_not_hide_a_process_whose_predecessor_was_dropped() {
     let mut lab = Lab::synced(2);
