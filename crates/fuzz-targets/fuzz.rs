@@ -1,4 +1,4 @@
-//! The program that `cargo xtask fuzz` runs: libFuzzer with one of the targets, which is named by `FUZZ_TARGET`.
+//! The program that `cargo xtask fuzz` runs: libFuzzer with one of the targets. `FUZZ_TARGET` names it.
 
 #![no_main]
 
