@@ -138,8 +138,10 @@ pub(crate) fn test(args: &TestArgs, built: impl FnOnce()) -> Result<Outcome> {
             command.arg("--color=always").env("CARGO_TERM_COLOR", "always");
         }
     }
-    line(format_args!("running: {}", shown(&command)));
-    run_tests(command, threads(&args.runner))
+    let threads = threads(&args.runner);
+    command.env("RUST_TEST_THREADS", threads.to_string());
+    line(format_args!("running, with {threads} tests at a time: {}", shown(&command)));
+    run_tests(command, threads)
 }
 
 /// Returns the command that builds the programs for the tests of some packages.
@@ -157,7 +159,8 @@ fn build_everything() -> Command {
     command
 }
 
-/// Returns how many tests one program runs at a time.
+/// Returns how many tests one program runs at a time: one more than there are processors unless told otherwise,
+/// because tests wait a third of their time.
 fn threads(runner: &[String]) -> usize {
     let argument = runner.iter().enumerate().find_map(|(index, argument)| {
         match argument.strip_prefix("--test-threads")? {
@@ -166,7 +169,7 @@ fn threads(runner: &[String]) -> usize {
         }
     });
     let number = argument.or_else(|| env::var("RUST_TEST_THREADS").ok()).and_then(|text| text.parse().ok());
-    number.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
+    number.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from) + 1)
 }
 
 /// Runs `cargo test`, passes its output on, and summarizes it.
