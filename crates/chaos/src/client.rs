@@ -345,15 +345,16 @@ impl Client {
     ) -> Request {
         let mut record = Request::new(id, agent, Kind::Stream, clock::now());
         record.deadline = Some(record.begun + micros(deadline));
-        let (mut sent, mut received) = (Counted::default(), Counted::default());
-        let talk = self.talk(id, agent, replica, (messages, pause, deadline), &mut sent, &mut received);
+        let (mut sent, mut received, mut is_whole) = (Counted::default(), Counted::default(), false);
+        let bytes = (&mut sent, &mut received, &mut is_whole);
+        let talk = self.talk(id, agent, replica, (messages, pause, deadline), bytes);
         let ended = match timeout(deadline + AFTER, talk).await {
             Ok(ended) => ended,
             Err(_) => Ended::new(Outcome::Unknown, "the stream did not end in time"),
         };
         let clean = ended.outcome == Outcome::Ok;
-        // Half-closed only after the last message.
-        record.sent = Some(sent.bytes(clean));
+        // Half-closed only after the last message. The agent may see that end although the answer is lost.
+        record.sent = Some(sent.bytes(is_whole));
         record.received = Some(received.bytes(clean));
         record.detail = ended.detail;
         record.ended(clock::now(), ended.outcome)
@@ -365,8 +366,7 @@ impl Client {
         agent: i64,
         replica: usize,
         (messages, pause, deadline): (u64, Duration, Duration),
-        sent: &mut Counted,
-        received: &mut Counted,
+        (sent, received, is_whole): (&mut Counted, &mut Counted, &mut bool),
     ) -> Ended {
         let (sender, receiver) = tokio::sync::mpsc::channel::<Bytes>(1);
         let body = futures_util::stream::unfold(receiver, |mut receiver| async move {
@@ -437,6 +437,7 @@ impl Client {
             if number == messages {
                 // Half-close: the agent answers it with trailers.
                 sender = None;
+                *is_whole = true;
             } else if let Some(sender) = &sender {
                 tokio::time::sleep(pause).await;
                 let next = piece(id, number);
