@@ -36,8 +36,8 @@ const DISCOVERY_AGE: Duration = Duration::from_secs(600);
 /// time.
 const FENCE_EVERY: Duration = Duration::from_secs(10);
 
-/// How long after it was written the fence holds. Without a newer one, nothing is applied or deleted: the process
-/// may have been paused, and another planner may have taken over meanwhile.
+/// How long after it was written the fence holds. Without a newer one, nothing is applied or deleted: the
+/// process may have been paused, and another planner may have taken over meanwhile.
 const FENCE_HOLDS: Duration = Duration::from_secs(12);
 
 /// How many inventories of all projects are read at once.

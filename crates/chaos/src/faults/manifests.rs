@@ -1,6 +1,7 @@
 //! A repository of manifests, a real API server, and the real agentk in front of it: what planners work on.
 //!
-//! All of it is on the bridge: agentk reaches the replicas from there, and the API server listens on loopback.
+//! All of it is on the bridge: agentk reaches the replicas from there, and the API server listens on
+//! loopback.
 
 use std::collections::BTreeMap;
 
@@ -106,8 +107,8 @@ impl Manifests {
         Ok(number)
     }
 
-    /// Compares the objects in the cluster that a planner has marked with those of the last commit. Returns the
-    /// first difference; `None`: they are equal.
+    /// Compares the objects in the cluster that a planner has marked with those of the last commit. Returns
+    /// the first difference; `None`: they are equal.
     pub(crate) async fn difference(&self) -> Result<Option<String>> {
         let list = self.reader.get(OBJECTS).await?;
         Ok(difference(&list, &self.wanted))

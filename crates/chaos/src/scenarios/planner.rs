@@ -1,6 +1,7 @@
 //! The planner of a real cluster is killed, paused, and not alone: S52, S55, S56.
 //!
-//! What planners wrote is judged at the end of the run, by the API server's audit log and the repository only.
+//! What planners wrote is judged at the end of the run, by the API server's audit log and the repository
+//! only.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -156,8 +157,8 @@ pub(super) async fn home_killed(run: &mut Run) -> Result<()> {
     end(run).await
 }
 
-/// S52: the home is paused in the middle of a sync, for shorter and for longer than a fence holds. When it goes
-/// on, another replica may have applied a newer commit.
+/// S52: the home is paused in the middle of a sync, for shorter and for longer than a fence holds. When it
+/// goes on, another replica may have applied a newer commit.
 pub(super) async fn home_paused(run: &mut Run) -> Result<()> {
     begin(run, &[0, 1, 2]).await?;
     for seconds in if run.quick { &[1, 18][..] } else { &[1, 5, 18, 30, 18, 18][..] } {
