@@ -74,7 +74,8 @@ impl Need {
     }
 }
 
-/// Why there is no API server. `assets`: the folder that the environment names. `go`: whether Go can build it.
+/// Why there is no API server. `assets`: the folder that the environment names. `go`: whether Go can build
+/// it.
 fn api_server(assets: Option<PathBuf>, go: bool) -> Option<String> {
     match assets.filter(|folder| !folder.as_os_str().is_empty()) {
         Some(folder) => ["etcd", "kube-apiserver"]

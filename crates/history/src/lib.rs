@@ -520,8 +520,8 @@ pub struct Search {
     pub found: Vec<String>,
 }
 
-/// What planners wrote to a cluster, judged by a rule from outside: by the audit log of its API server and the
-/// commits of the repository.
+/// What planners wrote to a cluster, judged by a rule from outside: by the audit log of its API server and
+/// the commits of the repository.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
     /// The rule.

@@ -117,7 +117,8 @@ impl Kubernetes {
     }
 
     /// Like [`start_audited`](Self::start_audited), with both servers on loopback of a network namespace.
-    /// The calling thread must be in it, too: that of a [`Network`](crate::network::Network) is on its bridge.
+    /// The calling thread must be in it, too: that of a [`Network`](crate::network::Network) is on its
+    /// bridge.
     ///
     /// # Errors
     ///
