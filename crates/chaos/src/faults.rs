@@ -4,6 +4,7 @@
 pub(crate) mod certificates;
 pub(crate) mod clock;
 pub(crate) mod dns;
+pub(crate) mod manifests;
 pub(crate) mod outside;
 pub(crate) mod packets;
 pub(crate) mod resources;

@@ -23,7 +23,7 @@ pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        "S03" | "S29" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
+        "S03" | "S29" | "S55" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S18" => {
             let mut remote = Measured::new(&T_UNBLOCK_REMOTE);
             let times = unblocked(history).into_iter().filter(|(is_local, _)| !is_local);

@@ -147,6 +147,22 @@ pub(crate) const T_FAILOVER_2C: Row = times(
     "Teleport advises more than one connection",
     "SIGKILL to the end of the first response (of 20 ms of work) to an agent with a second connection, asked at once",
 );
+/// SIGKILL of a planner to the objects of the next commit.
+pub(crate) const T_SYNC: Row = times(
+    "T_sync",
+    5_000.0,
+    15_000.0,
+    "controllers that are elected by a Lease: 15 s until it ends",
+    "SIGKILL of the home to the first look, each 100 ms, at which the cluster has exactly the objects of a commit pushed at once after that",
+);
+/// How long a planner that was replaced goes on with an older commit.
+pub(crate) const T_STALE: Row = times(
+    "T_stale",
+    12_000.0,
+    15_000.0,
+    "",
+    "the first apply of a newer commit by another planner to the arrival of each apply of an older one, by the API server's clock; 0: none came. A fence is written each 10 s, and holds for 12 s",
+);
 pub(crate) const T_STORM: Row = times(
     "T_storm",
     10_000.0,

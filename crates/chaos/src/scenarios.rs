@@ -8,6 +8,7 @@ mod network;
 mod outside;
 mod packets;
 mod phases;
+mod planner;
 mod process;
 mod recovery;
 mod registry;
@@ -60,6 +61,9 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
             wanted: Wanted { gitlab: true, ..Wanted::default() },
             ..setup
         },
+        "S52" | "S55" | "S56" => {
+            Setup { more_agents: 1, wanted: Wanted { manifests: true, ..Wanted::default() }, ..setup }
+        }
         "S41b" => Setup { wanted: Wanted { sentinels: true, ..Wanted::default() }, ..setup },
         "S42" => Setup { more_agents: 5, ..setup },
         "S43" => Setup { wanted: Wanted { secrets: true, ..Wanted::default() }, ..setup },
@@ -141,6 +145,9 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S45" => strangers::without_secret(run).await,
         "S46" => limits::abused(run).await,
         "S48" => soak::soak(run).await,
+        "S52" => planner::home_paused(run).await,
+        "S55" => planner::home_killed(run).await,
+        "S56" => planner::two_homes(run).await,
         "S57" => process::edge_killed(run).await,
         "S58" => restarts::owner_drains(run).await,
         "S60" => limits::slow_readers(run).await,

@@ -47,10 +47,14 @@ pub(crate) enum Need {
     Faketime,
     /// Control groups of version 1, for processor and memory.
     Groups,
+    /// A real Kubernetes API server, or Go, which builds it.
+    ApiServer,
 }
 
 const TC: Need = Need::Program("tc", "iproute2");
 const IPTABLES: Need = Need::Program("iptables", "iptables");
+/// What scenarios of planners need.
+const PLANNER: &[Need] = &[Need::ApiServer, Need::Program("git", "git")];
 
 impl Need {
     /// Returns what this machine lacks.
@@ -65,10 +69,27 @@ impl Need {
                 .into_iter()
                 .find(|kind| !Path::new(GROUPS).join(kind).join("cgroup.procs").is_file())
                 .map(|kind| format!("there is no control group of version 1 for {kind} at {GROUPS}/{kind}")),
+            Self::ApiServer => api_server(std::env::var_os(ASSETS).map(PathBuf::from), installed("go")),
         }
     }
 }
 
+/// Why there is no API server. `assets`: the folder that the environment names. `go`: whether Go can build
+/// it.
+fn api_server(assets: Option<PathBuf>, go: bool) -> Option<String> {
+    match assets.filter(|folder| !folder.as_os_str().is_empty()) {
+        Some(folder) => ["etcd", "kube-apiserver"]
+            .into_iter()
+            .find(|program| !folder.join(program).is_file())
+            .map(|program| format!("{ASSETS} names a folder without {program}: {}", folder.display())),
+        None => (!go).then(|| {
+            format!("there is no kube-apiserver: let {ASSETS} name a folder with it and etcd, or install Go, which builds both")
+        }),
+    }
+}
+
+/// Names the folder with etcd and kube-apiserver.
+const ASSETS: &str = "KUBEBUILDER_ASSETS";
 /// Where control groups are mounted.
 pub(crate) const GROUPS: &str = "/sys/fs/cgroup";
 /// Where Debian and others have the library that steps clocks, for programs with threads.
@@ -426,6 +447,28 @@ pub(crate) const ALL: &[Scenario] = &[
     )
     .slow(),
     row(
+        "S52",
+        "SIGSTOP of the replica that plans for an agent with a real cluster, in the middle of a sync, for 1 and 18 s (full: 1, 5, 18 and 30 s)",
+        "I18; the last commit is in the cluster at the end, and nothing else; T_stale",
+        false,
+    )
+    .needs(PLANNER),
+    row(
+        "S55",
+        "SIGKILL of the replica that plans for an agent with a real cluster, 3 times (full: 12), while commits add, change and remove objects",
+        "I18; T_sync; the last commit is in the cluster at the end, and nothing else; failures of other requests are unknown only",
+        false,
+    )
+    .needs(PLANNER),
+    row(
+        "S56",
+        "a partition in which two replicas plan for the same agent and its real cluster, while commits arrive",
+        "I18; both write; the last commit is in the cluster at the end, and nothing else; T_stale",
+        false,
+    )
+    .gossip()
+    .needs(PLANNER),
+    row(
         "S57",
         "SIGKILL of the replica that clients watch and exec through",
         "other requests succeed; bytes are equal",
@@ -531,6 +574,20 @@ mod tests {
                 assert!(root.join(path).exists(), "{}: there is no {path}", scenario.id);
             }
         }
+    }
+
+    #[test]
+    fn without_an_api_server_the_list_says_how_to_get_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = || Some(folder.path().to_owned());
+        assert!(api_server(None, false).is_some_and(|why| why.contains("KUBEBUILDER_ASSETS")));
+        assert!(api_server(Some(PathBuf::new()), false).is_some(), "an empty name is none");
+        assert_eq!(api_server(None, true), None);
+        std::fs::write(folder.path().join("etcd"), "").expect("a file");
+        let why = api_server(path(), true).expect("half of it");
+        assert!(why.contains("without kube-apiserver"), "{why}");
+        std::fs::write(folder.path().join("kube-apiserver"), "").expect("a file");
+        assert_eq!(api_server(path(), false), None);
     }
 
     #[test]

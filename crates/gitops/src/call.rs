@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode, header};
 use serde_json::Value;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     cluster::{Budget, CallError, ClusterApi},
@@ -50,6 +50,12 @@ pub(crate) trait Gate: Sync {
     /// Returns why the run ends.
     fn check(&self) -> Result<(), Self::End>;
 
+    /// Whether a call that is made under a fence may be made now.
+    fn holds(&self) -> bool;
+
+    /// Waits until that may be so, or the run ends.
+    fn held(&self) -> impl Future<Output = ()> + Send;
+
     /// Makes the end of a run of a call that got no answer.
     fn unreachable(&self, why: String) -> Self::End;
 }
@@ -71,6 +77,8 @@ pub(crate) struct Call {
     pub(crate) body: Bytes,
     /// Whether it may be made again although it may have been carried out.
     pub(crate) repeatable: bool,
+    /// Whether it is made only while the fence in the inventory holds.
+    pub(crate) fenced: bool,
 }
 
 impl Call {
@@ -82,6 +90,7 @@ impl Call {
             content_type: None,
             body: Bytes::new(),
             repeatable: true,
+            fenced: false,
         }
     }
 
@@ -94,6 +103,7 @@ impl Call {
             content_type: Some("application/apply-patch+yaml"),
             body,
             repeatable: true,
+            fenced: true,
         }
     }
 
@@ -106,6 +116,7 @@ impl Call {
             content_type: Some("application/merge-patch+json"),
             body: body.to_string().into(),
             repeatable: false,
+            fenced: false,
         }
     }
 
@@ -117,6 +128,7 @@ impl Call {
             content_type: Some(JSON),
             body: body.to_string().into(),
             repeatable: false,
+            fenced: false,
         }
     }
 
@@ -129,7 +141,13 @@ impl Call {
             content_type: Some(JSON),
             body: options.to_string().into(),
             repeatable: false,
+            fenced: true,
         }
+    }
+
+    /// The same call, made only while the fence holds.
+    pub(crate) fn fenced(self) -> Self {
+        Self { fenced: true, ..self }
     }
 }
 
@@ -140,6 +158,8 @@ pub(crate) struct Answer {
     pub(crate) body: Bytes,
     /// The texts of its headers `Warning`.
     pub(crate) warnings: Vec<String>,
+    /// When its call began.
+    pub(crate) begun: Instant,
 }
 
 impl Answer {
@@ -207,9 +227,15 @@ impl Caller {
         loop {
             gate.check()?;
             let result = {
-                let _permit = self.budget.pace.admit().await;
+                let permit = self.budget.pace.admit().await;
                 // Waiting for the permit may have taken long.
                 gate.check()?;
+                if call.fenced && !gate.holds() {
+                    // The write of the fence needs a permit, too.
+                    drop(permit);
+                    gate.held().await;
+                    continue;
+                }
                 self.once(call).await
             };
             let wait = match &result {
@@ -246,7 +272,8 @@ impl Caller {
             Err(CallError::Refused(why)) => {
                 let body = serde_json::json!({ "message": why, "reason": "Forbidden" });
                 let body = body.to_string().into();
-                Ok(Answer { status: StatusCode::FORBIDDEN, body, warnings: Vec::new() })
+                let begun = Instant::now();
+                Ok(Answer { status: StatusCode::FORBIDDEN, body, warnings: Vec::new(), begun })
             }
             Err(CallError::NotSent(why) | CallError::Unknown(why)) => Err(gate.unreachable(why)),
         }
@@ -263,6 +290,7 @@ impl Caller {
         let request = request
             .body(call.body.clone())
             .map_err(|error| CallError::Refused(format!("no request: {error}")))?;
+        let begun = Instant::now();
         let response = match timeout(WITHIN, self.api.call(request)).await {
             Ok(response) => response?,
             Err(_) => return Err(CallError::Unknown(format!("no answer within {} s", WITHIN.as_secs()))),
@@ -270,7 +298,7 @@ impl Caller {
         let (head, body) = response.into_parts();
         let after = retry_after(&head.headers);
         let warnings = warnings(&head.headers);
-        Ok((Answer { status: head.status, body, warnings }, after))
+        Ok((Answer { status: head.status, body, warnings, begun }, after))
     }
 }
 

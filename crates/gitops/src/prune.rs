@@ -313,7 +313,7 @@ async fn prune_one(run: &Run<'_>, api: &Api, id: &ObjectId, protected: &Protecte
                     "uid": uid, "resourceVersion": resource_version, "annotations": { OWNER_ANNOTATION: null },
                 } });
                 let target = format!("{}?fieldManager={}", path.object, MANAGER);
-                (Call::merge(target, &body), Done::Forgotten { why, exists: true })
+                (Call::merge(target, &body).fenced(), Done::Forgotten { why, exists: true })
             }
         };
         let answer = run.call(call).await?;

@@ -11,7 +11,7 @@ use futures_util::future::join;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use tokio::{
-    sync::Notify,
+    sync::{Notify, watch},
     time::{Instant, sleep},
 };
 
@@ -36,6 +36,10 @@ const DISCOVERY_AGE: Duration = Duration::from_secs(600);
 /// time.
 const FENCE_EVERY: Duration = Duration::from_secs(10);
 
+/// How long after it was written the fence holds. Without a newer one, nothing is applied or deleted: the
+/// process may have been paused, and another planner may have taken over meanwhile.
+const FENCE_HOLDS: Duration = Duration::from_secs(12);
+
 /// How many inventories of all projects are read at once.
 const PAGE: usize = 500;
 
@@ -52,6 +56,8 @@ pub(crate) struct Run<'a> {
     observer: &'a dyn Observer,
     started: Instant,
     state: Mutex<State>,
+    /// When the fence was last written. `None`: there is none yet.
+    fence: watch::Sender<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -81,9 +87,24 @@ impl Gate for Run<'_> {
         }
     }
 
+    fn holds(&self) -> bool {
+        is_fresh(*self.fence.borrow())
+    }
+
+    async fn held(&self) {
+        let is_over = |at: &Option<Instant>| is_fresh(*at) || self.state.lock().lost.is_some();
+        // The sender lives as long as this run.
+        let _ = self.fence.subscribe().wait_for(is_over).await;
+    }
+
     fn unreachable(&self, why: String) -> Outcome {
         Outcome::Interrupted(format!("the cluster cannot be reached: {why}"))
     }
+}
+
+/// Whether a fence that was written then still holds.
+fn is_fresh(written: Option<Instant>) -> bool {
+    written.is_none_or(|at| at.elapsed() <= FENCE_HOLDS)
 }
 
 impl<'a> Run<'a> {
@@ -104,6 +125,7 @@ impl<'a> Run<'a> {
             observer,
             started: Instant::now(),
             state: Mutex::new(State::default()),
+            fence: watch::Sender::new(None),
         }
     }
 
@@ -311,10 +333,19 @@ impl<'a> Run<'a> {
                 Err(Outcome::Refused(format!("the inventory cannot be created: {}", answer.words())))
             }
             _ => {
+                self.fenced_at(&answer);
                 let created = answer.json().and_then(|created| Inventory::read(&created, &self.wanted));
                 Ok(self.fence(&created.map_err(Outcome::Interrupted)?))
             }
         }
+    }
+
+    /// Notes that the fence was written.
+    fn fenced_at(&self, answer: &Answer) {
+        // Where each call takes long, half of the time is left for the work in any case.
+        let latest = Instant::now().checked_sub(FENCE_EVERY / 2);
+        let at = latest.map_or(answer.begun, |latest| answer.begun.max(latest));
+        self.fence.send_replace(Some(at));
     }
 
     /// Does some work while the fence is written again and again.
@@ -339,6 +370,8 @@ impl<'a> Run<'a> {
                 }
                 if let Err(end) = fence.renew(self).await {
                     self.state.lock().lost.get_or_insert(end);
+                    // Wakes what waits for the fence.
+                    self.fence.send_modify(|_| {});
                     return;
                 }
             }
@@ -400,6 +433,7 @@ impl Fence {
         match new["metadata"]["resourceVersion"].as_str() {
             Some(new) if !new.is_empty() => {
                 new.clone_into(&mut version);
+                run.fenced_at(&answer);
                 Ok(())
             }
             _ => Err(Outcome::Interrupted("the inventory has no resourceVersion".to_owned())),

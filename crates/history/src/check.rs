@@ -37,6 +37,7 @@ pub enum Invariant {
     I13,
     I14,
     I15,
+    I18,
     I19,
     I20,
     I21,
@@ -44,7 +45,7 @@ pub enum Invariant {
 
 impl Invariant {
     /// All of them, in order.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::I1,
         Self::I2,
         Self::I3,
@@ -60,6 +61,7 @@ impl Invariant {
         Self::I13,
         Self::I14,
         Self::I15,
+        Self::I18,
         Self::I19,
         Self::I20,
         Self::I21,
@@ -86,6 +88,9 @@ impl Invariant {
                 "a waiting request is released by its own agent, and a cancelled one takes no tunnel"
             }
             Self::I15 => "the visible version of a table never goes back",
+            Self::I18 => {
+                "planners delete only what the head no longer has, and apply an old commit only while their fence holds"
+            }
             Self::I19 => "no byte of a credential reaches an agent or an API server",
             Self::I20 => "nothing runs beyond the rule that allowed it",
             Self::I21 => "the bytes of an upgraded connection are equal on both sides",
@@ -107,6 +112,7 @@ impl Invariant {
             Self::I12 => "no audit log was read",
             Self::I13 => "no metric was compared",
             Self::I14 => "no request waited, and none was cancelled",
+            Self::I18 => "no planner wrote to a cluster",
             Self::I19 => "nothing was searched",
             Self::I20 => "no rule ended",
             Self::I21 => "no upgraded connection has bytes that both sides recorded",

@@ -51,6 +51,8 @@ pub struct History {
     pub audits: Vec<Audit>,
     /// Places that were searched for credentials.
     pub searches: Vec<Search>,
+    /// What planners wrote to clusters.
+    pub planned: Vec<Planned>,
 }
 
 /// What was run.
@@ -516,6 +518,18 @@ pub struct Search {
     pub bytes: u64,
     /// What was found, without the credential itself.
     pub found: Vec<String>,
+}
+
+/// What planners wrote to a cluster, judged by a rule from outside: by the audit log of its API server and
+/// the commits of the repository.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Planned {
+    /// The rule.
+    pub rule: String,
+    /// How many writes were judged.
+    pub checked: u64,
+    /// Those that break it, in words.
+    pub wrong: Vec<String>,
 }
 
 impl History {

@@ -5,7 +5,8 @@ use std::io::{BufRead, Write};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Audit, Fault, Gauge, Header, History, Life, Metric, Presence, Recovery, Request, Run, Search, Truth, View,
+    Audit, Fault, Gauge, Header, History, Life, Metric, Planned, Presence, Recovery, Request, Run, Search,
+    Truth, View,
 };
 
 /// Why a history cannot be read or written.
@@ -44,6 +45,7 @@ enum Record {
     Metric(Metric),
     Audit(Audit),
     Search(Search),
+    Planned(Planned),
 }
 
 /// Reads a history. Several files of one run may be read one after the other: the last header counts.
@@ -71,6 +73,7 @@ pub fn read(lines: impl BufRead) -> Result<History, Error> {
             Record::Metric(metric) => history.metrics.push(metric),
             Record::Audit(audit) => history.audits.push(audit),
             Record::Search(search) => history.searches.push(search),
+            Record::Planned(planned) => history.planned.push(planned),
         }
     }
     Ok(history)
@@ -94,6 +97,7 @@ pub fn write(history: &History, mut to: impl Write) -> Result<(), Error> {
     list(&mut to, "metric", &history.metrics)?;
     list(&mut to, "audit", &history.audits)?;
     list(&mut to, "search", &history.searches)?;
+    list(&mut to, "planned", &history.planned)?;
     to.flush()?;
     Ok(())
 }
@@ -179,6 +183,7 @@ mod tests {
             }],
             audits: vec![Audit { request: 1, replica: "a".to_owned(), end: true }],
             searches: vec![Search { place: "agent 17".to_owned(), bytes: 5, found: Vec::new() }],
+            planned: vec![Planned { rule: "deletions".to_owned(), checked: 3, wrong: vec!["x".to_owned()] }],
         }
     }
 
@@ -187,7 +192,7 @@ mod tests {
         let mut bytes = Vec::new();
         write(&whole(), &mut bytes).expect("a vector takes all");
         assert_eq!(read(bytes.as_slice()).expect("it was written so"), whole());
-        assert_eq!(bytes.iter().filter(|byte| **byte == b'\n').count(), 13);
+        assert_eq!(bytes.iter().filter(|byte| **byte == b'\n').count(), 14);
     }
 
     #[test]

@@ -124,6 +124,19 @@ impl Agentk {
         Self::start_at(None, urls, token, cluster).await
     }
 
+    /// As [`start_at_urls`](Self::start_at_urls), in a network namespace.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_at_urls_in(
+        namespace: &Path,
+        urls: &str,
+        token: &str,
+        cluster: &[&str],
+    ) -> Result<Self> {
+        Self::start_at(Some(namespace), urls, token, cluster).await
+    }
+
     async fn start_at(namespace: Option<&Path>, kas: &str, token: &str, further: &[&str]) -> Result<Self> {
         Self::start_process(namespace, kas, token, further, &[]).await
     }

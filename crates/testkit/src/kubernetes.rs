@@ -11,6 +11,7 @@
 //! `pods/proxy` and `services/proxy` make the API server dial the pod's IP address: a test that sets one must
 //! run in a network namespace without a route out.
 
+pub mod applies;
 mod build;
 mod client;
 pub mod deletions;
@@ -46,7 +47,7 @@ pub use self::{
 use self::{
     client::Client,
     keys::Keys,
-    servers::{NotStarted, Process, log_file, start_api_server, start_etcd, start_on_free_port},
+    servers::{Host, NotStarted, Process, log_file, start_api_server, start_etcd, start_on_free_port},
 };
 
 /// How long a server may take to become ready. It takes about 3 s on two idle cores; the rest is for a
@@ -87,7 +88,7 @@ pub struct Kubernetes {
     _etcd: Process,
     etcd_port: u16,
     port: u16,
-    binaries: Binaries,
+    host: Host,
     kubectl: OnceCell<PathBuf>,
     client: Client,
     ca_pem: String,
@@ -102,7 +103,7 @@ impl Kubernetes {
     ///
     /// When a server ends or does not become ready in time: with the last lines of its output.
     pub async fn start() -> Result<Self> {
-        Self::start_with(false).await
+        Self::start_with(false, None).await
     }
 
     /// Like [`start`](Self::start), and the API server writes every request and response to its
@@ -112,10 +113,21 @@ impl Kubernetes {
     ///
     /// As of [`start`](Self::start).
     pub async fn start_audited() -> Result<Self> {
-        Self::start_with(true).await
+        Self::start_with(true, None).await
     }
 
-    async fn start_with(is_audited: bool) -> Result<Self> {
+    /// Like [`start_audited`](Self::start_audited), with both servers on loopback of a network namespace.
+    /// The calling thread must be in it, too: that of a [`Network`](crate::network::Network) is on its
+    /// bridge.
+    ///
+    /// # Errors
+    ///
+    /// As of [`start`](Self::start).
+    pub async fn start_audited_in(namespace: &Path) -> Result<Self> {
+        Self::start_with(true, Some(namespace.to_owned())).await
+    }
+
+    async fn start_with(is_audited: bool, namespace: Option<PathBuf>) -> Result<Self> {
         let binaries = tokio::task::spawn_blocking(binaries).await.context("the build panicked")??;
         let dir =
             TempDir::with_prefix("kas-kubernetes-").context("could not create a folder for the servers")?;
@@ -124,14 +136,15 @@ impl Kubernetes {
             fs::write(dir.path().join(AUDIT_POLICY), AUDIT_RULES).context("could not write a policy")?;
         }
 
+        let host = Host { binaries, namespace };
         let (etcd, etcd_port) =
-            start_on_free_port("etcd", |port| start_etcd(&binaries, dir.path(), port)).await?;
+            start_on_free_port("etcd", |port| start_etcd(&host, dir.path(), port)).await?;
         let (api_server, client) = start_on_free_port("kube-apiserver", |port| {
             let client = Client::new(port, &keys);
-            let (binaries, dir) = (&binaries, dir.path());
+            let (host, dir) = (&host, dir.path());
             async move {
                 let client = client?;
-                let process = start_api_server(binaries, dir, port, etcd_port, &client).await?;
+                let process = start_api_server(host, dir, port, etcd_port, &client).await?;
                 Ok((process, client))
             }
         })
@@ -142,7 +155,7 @@ impl Kubernetes {
             _etcd: etcd,
             etcd_port,
             port: client.address.port(),
-            binaries,
+            host,
             kubectl: OnceCell::new(),
             client,
             ca_pem: keys.ca_pem,
@@ -268,8 +281,7 @@ impl Kubernetes {
         }
         let deadline = Instant::now() + READY_WITHIN;
         loop {
-            match start_api_server(&self.binaries, self.dir.path(), self.port, self.etcd_port, &self.client)
-                .await
+            match start_api_server(&self.host, self.dir.path(), self.port, self.etcd_port, &self.client).await
             {
                 Ok(process) => {
                     *running = Some(process);

@@ -35,6 +35,7 @@ pub mod kas;
 pub mod kas14;
 pub mod kubernetes;
 pub mod link;
+pub mod manifests;
 pub mod mesh;
 pub mod names;
 pub mod network;

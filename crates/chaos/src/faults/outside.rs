@@ -19,6 +19,7 @@ use testkit::{
 use super::{
     certificates::{Authority, trust},
     dns::{Answer, NameServer},
+    manifests::Manifests,
     sentinel::{GROUP, Group},
     wire::{BRIDGE, Toxics, Wire},
 };
@@ -42,6 +43,8 @@ pub(crate) struct Wanted {
     pub(crate) wires: bool,
     /// Each replica has its own files with secrets and certificates.
     pub(crate) secrets: bool,
+    /// A repository of manifests, and a real API server for the last agent.
+    pub(crate) manifests: bool,
 }
 
 /// The Redis of a run.
@@ -153,6 +156,7 @@ pub(crate) struct Outside {
     pub(crate) gitlab: Option<GitLab>,
     pub(crate) names: Option<NameServer>,
     pub(crate) files: Option<Files>,
+    pub(crate) manifests: Option<Manifests>,
     /// By replica; empty without wires.
     pub(crate) doorways: Vec<Doorway>,
 }
@@ -175,6 +179,7 @@ impl Outside {
         let gitlab = if wanted.gitlab { Some(Self::gitlab(mesh, agents).await?) } else { None };
         let names = if wanted.dns { Some(Self::names(mesh, replicas).await?) } else { None };
         let files = if wanted.secrets { Some(Files::start(mesh, replicas)?) } else { None };
+        let manifests = if wanted.manifests { Some(Manifests::start(mesh, agents).await?) } else { None };
         let mut doorways = Vec::new();
         for n in (0..replicas).filter(|_| wanted.wires) {
             let seed = seed.wrapping_add(n as u64 * 3);
@@ -185,7 +190,7 @@ impl Outside {
                 kubernetes: Wire::to(kubernetes, seed + 2).await?,
             });
         }
-        Ok(Self { store, gitlab, names, files, doorways })
+        Ok(Self { store, gitlab, names, files, manifests, doorways })
     }
 
     async fn store(mesh: &mut Mesh, wanted: Wanted, host: usize, seed: u64) -> Result<Store> {
@@ -245,6 +250,14 @@ impl Outside {
 
     pub(crate) fn names_of(&self) -> Result<&NameServer> {
         self.names.as_ref().context("the run has a name server")
+    }
+
+    pub(crate) fn manifests(&self) -> Result<&Manifests> {
+        self.manifests.as_ref().context("the run has manifests")
+    }
+
+    pub(crate) fn manifests_mut(&mut self) -> Result<&mut Manifests> {
+        self.manifests.as_mut().context("the run has manifests")
     }
 
     pub(crate) fn files_of(&self) -> Result<&Files> {

@@ -68,6 +68,9 @@ impl Run {
         for recorded in recorded {
             add(&mut history, &mut names, recorded);
         }
+        if let Some(manifests) = &self.outside.manifests {
+            history.planned.extend(manifests.judged()?.planned);
+        }
         ensure!(!history.views.is_empty(), "no replica answered");
         let early = &mut history.header.bounds.early;
         *early = self.observer.late().clamp(*early, LATEST.max(*early));

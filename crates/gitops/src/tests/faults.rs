@@ -208,6 +208,49 @@ async fn a_planner_that_was_replaced_notices_within_the_time_of_the_fence() {
     assert!(begin.elapsed() < Duration::from_secs(75), "{:?}", begin.elapsed());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_planner_that_was_paused_writes_nothing_before_its_fence() {
+    let objects: String = (0..120).map(|n| config_map(&format!("m{n}"))).collect();
+    let mut world = World::new(&objects);
+    let budget = Budget::default();
+    world.engine = Engine::new(Arc::new(Wire::new(&world.server, "one")), budget.clone());
+    let server = world.server.clone();
+    let replaced = async {
+        // In the middle of the applies nothing is sent any more, as if the process were stopped.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        budget.pace.pause(Duration::from_secs(40));
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        server.edit(INVENTORY, |inventory| {
+            inventory["metadata"]["annotations"]["kas/fence"] = json!("other:1")
+        });
+        server.log().len()
+    };
+    let (report, before) = tokio::join!(world.sync(), replaced);
+    assert_eq!(report.outcome, Outcome::Fenced);
+    let log = world.server.log();
+    let writes =
+        log.iter().skip(before).filter(|entry| entry.method != "GET" && !entry.target.contains("inventory"));
+    let writes: Vec<&str> = writes.map(|entry| entry.target.as_str()).collect();
+    assert!(writes.is_empty(), "{} writes: {writes:?}", writes.len());
+    let applied = log.iter().take(before).filter(|entry| entry.target.contains("/configmaps/m")).count();
+    assert!((1..120).contains(&applied), "{applied} were applied before");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_planner_that_was_paused_alone_goes_on() {
+    let objects: String = (0..120).map(|n| config_map(&format!("m{n}"))).collect();
+    let mut world = World::new(&objects);
+    let budget = Budget::default();
+    world.engine = Engine::new(Arc::new(Wire::new(&world.server, "one")), budget.clone());
+    let paused = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        budget.pace.pause(Duration::from_secs(40));
+    };
+    let (report, ()) = tokio::join!(world.sync(), paused);
+    assert_eq!(report.outcome, Outcome::Synced, "{report:?}");
+    assert_eq!(world.keys().len(), 120);
+}
+
 /// A wrong planner: it deletes what its inventory has and its set has not. `looks_at_mark`, `head_first`:
 /// what it does right, and wrong.
 fn wrong_planner(world: &World, head_first: bool, between: impl FnOnce(), looks_at_mark: bool) {

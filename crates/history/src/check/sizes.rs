@@ -1,4 +1,4 @@
-//! Sizes, metrics, and the search for credentials: I10, I13, I19.
+//! Sizes, metrics, what planners wrote, and the search for credentials: I10, I13, I18, I19.
 
 use super::{Checker, Invariant};
 use crate::History;
@@ -32,6 +32,13 @@ pub(super) fn check(history: &History, checker: &mut Checker) {
             )
         });
         checker.check(Invariant::I13, Some(metric.at), breach);
+    }
+    for planned in &history.planned {
+        let wrong = planned.wrong.len() as u64;
+        checker.held(Invariant::I18, planned.checked.saturating_sub(wrong));
+        for what in &planned.wrong {
+            checker.check(Invariant::I18, None, Some(format!("{}: {what}", planned.rule)));
+        }
     }
     for search in &history.searches {
         let breach = (!search.found.is_empty())

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
 use crate::{
-    Attempt, Audit, Bounds, Bytes, Effect, Fault, Gauge, Header, Kind, Life, Metric, Outcome, Presence,
-    Recovery, Request, Run, SECOND, Search, Truth, Version, View,
+    Attempt, Audit, Bounds, Bytes, Effect, Fault, Gauge, Header, Kind, Life, Metric, Outcome, Planned,
+    Presence, Recovery, Request, Run, SECOND, Search, Truth, Version, View,
 };
 
 const S: Micros = SECOND;
@@ -473,6 +473,19 @@ fn i15_versions_do_not_go_back_within_a_process() {
     breaks(&history, Invariant::I15, "a saw version 4 of b (epoch 1) after version 5");
     history.views[1].process = 2;
     assert!(check(&history).holds(), "the observer was restarted");
+}
+
+#[test]
+fn i18_a_write_of_a_planner_that_breaks_a_rule_is_a_breach() {
+    let mut history = history();
+    history.planned = vec![Planned { rule: "deletions".to_owned(), checked: 0, wrong: Vec::new() }];
+    assert_eq!(check(&history).of(Invariant::I18).checked, 0, "nothing was written");
+    history.planned[0].checked = 3;
+    holds(&history, Invariant::I18);
+    history.planned[0].wrong = vec!["configmaps default/a: it is not marked".to_owned()];
+    breaks(&history, Invariant::I18, "deletions: configmaps default/a: it is not marked");
+    let verdict = check(&history).of(Invariant::I18);
+    assert_eq!((verdict.checked, verdict.broken), (3, 1));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use serde_json::Value;
 /// The annotation by which an object belongs to an inventory.
 const OWNER: &str = "config.k8s.io/owning-inventory";
 /// The label by which a ConfigMap is an inventory.
-const INVENTORY: &str = "cli-utils.sigs.k8s.io/inventory-id";
+pub(super) const INVENTORY: &str = "cli-utils.sigs.k8s.io/inventory-id";
 
 /// An object of a commit: kind, namespace and name.
 pub type Wanted = (String, String, String);
@@ -36,37 +36,38 @@ pub struct Deletions {
     pub violations: Vec<String>,
 }
 
+/// An event of the audit log.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Event {
+pub(super) struct Event {
     stage: String,
-    verb: String,
+    pub(super) verb: String,
     #[serde(default)]
     user_agent: String,
     #[serde(default)]
-    object_ref: Option<ObjectRef>,
+    pub(super) object_ref: Option<ObjectRef>,
     #[serde(default)]
     response_status: Option<ResponseStatus>,
     #[serde(default)]
-    response_object: Value,
+    pub(super) response_object: Value,
     #[serde(default, rename = "requestURI")]
-    request_uri: String,
+    pub(super) request_uri: String,
     request_received_timestamp: String,
     stage_timestamp: String,
 }
 
 #[derive(Deserialize, Clone, PartialEq, Eq, Hash, Debug, Default)]
 #[serde(rename_all = "camelCase")]
-struct ObjectRef {
+pub(super) struct ObjectRef {
     #[serde(default)]
     api_group: String,
-    resource: String,
+    pub(super) resource: String,
     #[serde(default)]
-    namespace: String,
+    pub(super) namespace: String,
     #[serde(default)]
-    name: String,
+    pub(super) name: String,
     #[serde(default)]
-    subresource: String,
+    pub(super) subresource: String,
 }
 
 #[derive(Deserialize)]
@@ -90,6 +91,35 @@ struct Read {
     keys: BTreeSet<String>,
 }
 
+impl Event {
+    /// The status of the response; 0: there is none.
+    pub(super) fn code(&self) -> u16 {
+        self.response_status.as_ref().map_or(0, |status| status.code)
+    }
+
+    /// Who it was: the `User-Agent` up to a space.
+    pub(super) fn who(&self) -> &str {
+        self.user_agent.split(' ').next().unwrap_or_default()
+    }
+
+    /// Whether nothing was written because of that.
+    pub(super) fn is_dry(&self) -> bool {
+        self.request_uri.contains("dryRun=")
+    }
+}
+
+/// Returns the events of a log whose responses are complete, each with the moments of its request and of
+/// its response, in microseconds since 1970.
+pub(super) fn events(log: &str) -> Vec<(i128, i128, Event)> {
+    log.lines()
+        .filter_map(|line| serde_json::from_str::<Event>(line).ok())
+        .filter(|event| event.stage == "ResponseComplete")
+        .filter_map(|event| {
+            Some((micros(&event.request_received_timestamp)?, micros(&event.stage_timestamp)?, event))
+        })
+        .collect()
+}
+
 /// Reads a time of the audit log, in microseconds since 1970. `None`: it is none.
 fn micros(time: &str) -> Option<i128> {
     let time: prost_types::Timestamp = time.parse().ok()?;
@@ -110,26 +140,18 @@ fn prefix(object: &ObjectRef) -> String {
 /// follows, up to a space, tells planners apart. `log` has one event a line, as the API server writes it;
 /// `id` is that of the inventory.
 pub fn check(log: &str, planner: &str, id: &str, heads: &[HeadSpan]) -> Deletions {
-    let mut events: Vec<(i128, i128, Event)> = log
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Event>(line).ok())
-        .filter(|event| event.stage == "ResponseComplete")
-        .filter_map(|event| {
-            Some((micros(&event.request_received_timestamp)?, micros(&event.stage_timestamp)?, event))
-        })
-        .collect();
+    let mut events = events(log);
     events.sort_by_key(|(_, done, _)| *done);
     let mut seen: HashMap<ObjectRef, Seen> = HashMap::new();
     let mut reads: BTreeMap<String, Read> = BTreeMap::new();
     let mut result = Deletions::default();
     for (received, done, event) in &events {
         let Some(object) = &event.object_ref else { continue };
-        let code = event.response_status.as_ref().map_or(0, |status| status.code);
-        if !(200..300).contains(&code) || !object.subresource.is_empty() {
+        if !(200..300).contains(&event.code()) || !object.subresource.is_empty() {
             continue;
         }
-        let who = event.user_agent.split(' ').next().unwrap_or_default();
-        let is_dry = event.request_uri.contains("dryRun=");
+        let who = event.who();
+        let is_dry = event.is_dry();
         match event.verb.as_str() {
             "delete" if who.starts_with(planner) && !is_dry => {
                 result.deleted += 1;

@@ -24,6 +24,13 @@ use crate::process::{find, spawn_from_lasting_thread};
 /// the moment the server binds it; five such losses in a row mean that something else is wrong.
 const PORT_ATTEMPTS: usize = 5;
 
+/// What runs, and where.
+pub(super) struct Host {
+    pub(super) binaries: Binaries,
+    /// The network namespace; `None`: that of the tests.
+    pub(super) namespace: Option<PathBuf>,
+}
+
 /// Why a server did not start, with the last lines of its output.
 #[derive(Debug)]
 pub(super) enum NotStarted {
@@ -68,17 +75,13 @@ where
         .with_context(|| format!("could not start {name} on any of {PORT_ATTEMPTS} ports"))
 }
 
-pub(super) async fn start_etcd(
-    binaries: &Binaries,
-    dir: &Path,
-    port: u16,
-) -> Result<(Process, u16), NotStarted> {
+pub(super) async fn start_etcd(host: &Host, dir: &Path, port: u16) -> Result<(Process, u16), NotStarted> {
     let client_url = format!("http://127.0.0.1:{port}");
     let data = dir.join(format!("etcd-{port}"));
     let mut process = Process::spawn(
         "etcd",
         dir,
-        &binaries.etcd,
+        (host.binaries.etcd.as_path(), host.namespace.as_deref()),
         &[
             "--data-dir".into(),
             data.into(),
@@ -110,7 +113,7 @@ async fn etcd_is_healthy(port: u16) -> bool {
 }
 
 pub(super) async fn start_api_server(
-    binaries: &Binaries,
+    host: &Host,
     dir: &Path,
     port: u16,
     etcd_port: u16,
@@ -166,7 +169,8 @@ pub(super) async fn start_api_server(
         arguments.push("--audit-log-mode=blocking".into());
     }
 
-    let mut process = Process::spawn("kube-apiserver", dir, &binaries.kube_apiserver, &arguments).await?;
+    let program = (host.binaries.kube_apiserver.as_path(), host.namespace.as_deref());
+    let mut process = Process::spawn("kube-apiserver", dir, program, &arguments).await?;
     process.wait_until(Ready::ApiServer(client)).await?;
     Ok(process)
 }
@@ -196,22 +200,32 @@ pub(super) struct Process {
 }
 
 impl Process {
-    async fn spawn(name: &'static str, dir: &Path, program: &Path, arguments: &[OsString]) -> Result<Self> {
+    /// Starts a program in a network namespace, if there is one.
+    async fn spawn(
+        name: &'static str,
+        dir: &Path,
+        (program, namespace): (&Path, Option<&Path>),
+        arguments: &[OsString],
+    ) -> Result<Self> {
         let log = log_file(dir, name);
         let output =
             OpenOptions::new().create(true).append(true).open(&log).context("could not create a log")?;
         let log_start = fs::read(&log).context("could not read a log")?.len();
 
         // A killed test runs no destructors: the kernel then kills what it started.
-        let mut command = match find("setpriv") {
-            Some(setpriv) => {
-                let mut command = Command::new(setpriv);
-                command.args(["--pdeathsig", "KILL", "--"]).arg(program);
-                command
-            }
-            None => Command::new(program),
-        };
+        let mut words: Vec<OsString> = Vec::new();
+        if let Some(setpriv) = find("setpriv") {
+            words.extend([setpriv.into(), "--pdeathsig".into(), "KILL".into(), "--".into()]);
+        }
+        if let Some(namespace) = namespace {
+            let mut option = OsString::from("--net=");
+            option.push(namespace);
+            words.extend(["nsenter".into(), option, "--".into()]);
+        }
+        words.push(program.into());
+        let mut command = Command::new(&words[0]);
         command
+            .args(&words[1..])
             .args(arguments)
             .current_dir(dir)
             .stdin(Stdio::null())
