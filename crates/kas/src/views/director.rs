@@ -38,6 +38,9 @@ const AGAIN: Duration = Duration::from_secs(60);
 const SILENT: Duration = Duration::from_secs(300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);
+/// After agents came or went, they are looked for once more: which ones a caller reaches may be known only a
+/// second later.
+const LATE: Duration = Duration::from_secs(2);
 
 /// What the director tells the subscription.
 pub(super) enum Note {
@@ -117,6 +120,7 @@ impl Director {
     pub(super) async fn run(mut self) {
         let mut changes = self.asker.hub.tracker.connection_changes();
         let mut again = Instant::now() + AGAIN;
+        let mut late = self.later();
         let mut is_begun = false;
         loop {
             changes.mark_unchanged();
@@ -145,10 +149,19 @@ impl Director {
                     // Those who did not answer are asked again, too.
                     self.told.clear();
                 }
+                () = tokio::time::sleep_until(late.unwrap_or(again)), if late.is_some() => late = None,
                 // The tracker lives as long as the process.
-                Ok(()) = changes.changed() => tokio::time::sleep(SETTLE).await,
+                Ok(()) = changes.changed() => {
+                    tokio::time::sleep(SETTLE).await;
+                    late = self.later();
+                }
             }
         }
+    }
+
+    /// Returns when agents are looked for once more after a change.
+    fn later(&self) -> Option<Instant> {
+        self.asker.rights.can_change().then(|| Instant::now() + LATE)
     }
 
     /// Returns `false` if the subscription has ended.
