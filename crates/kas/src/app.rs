@@ -685,7 +685,7 @@ impl Kas {
                 sync: Arc::clone(&sync),
                 files,
                 fleet_metrics,
-                hub,
+                hub: Arc::clone(&hub),
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
@@ -704,6 +704,7 @@ impl Kas {
                 phase: lifecycle.watch(),
                 endpoint,
                 callers: section.callers,
+                views: section.views.then(|| Arc::clone(&hub)),
                 sync: Arc::clone(&sync),
             });
         }

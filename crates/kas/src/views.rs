@@ -20,6 +20,7 @@ mod service;
 mod source;
 mod subscription;
 mod summary;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod wake;
@@ -59,7 +60,12 @@ use self::{
     wake::Wake,
 };
 pub(crate) use self::{
-    http::HttpViews, question::Question, rights::ApiCaller, source::Tunnels, subscription::Subscription,
+    http::HttpViews,
+    question::Question,
+    rights::ApiCaller,
+    source::Tunnels,
+    subscription::Subscription,
+    tally::{Counts, Tally},
 };
 use crate::{
     connected::{connected, unanswered_replica},

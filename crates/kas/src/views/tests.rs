@@ -419,3 +419,29 @@ async fn a_summary_counts_objects_of_each_agent() {
         })
         .await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_tally_follows_the_objects_of_a_cluster() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.put("bank", "b", "Pending", 0);
+    let mut tally = super::Tally::new(&lab.hub, world::agent(1));
+    let mut until = async |running: usize, pending: usize| loop {
+        tally.changed().await;
+        let counts = tally.counts();
+        let pods = counts.resources.iter().find(|(name, _)| name == "pods").unwrap();
+        let of = |state: &str| pods.1.get(state).copied().unwrap_or_default();
+        if (of("Running"), of("Pending"), counts.state) == (running, pending, views::AgentState::Live) {
+            break counts;
+        }
+    };
+    assert_eq!(until(1, 1).await.namespaces, 2);
+    world.put("bank", "b", "Running", 0);
+    until(2, 0).await;
+    world.delete("bank", "b");
+    assert_eq!(until(1, 0).await.namespaces, 1);
+    drop(tally);
+    sleep(Duration::from_secs(301)).await;
+    assert_eq!(lab.hub.feeds.lock().len(), 0);
+}
