@@ -554,6 +554,7 @@ impl Kas {
                 let sync = Arc::clone(&sync);
                 Box::new(move |agent| sync.namespaces_of(agent))
             },
+            files: Arc::clone(&files) as _,
             me: replica.id.clone(),
             metrics: view_metrics,
             phase: lifecycle.watch(),
@@ -602,7 +603,7 @@ impl Kas {
             config.limits.attempts,
             Arc::clone(&sync),
             queries,
-            hub,
+            Arc::clone(&hub),
         );
         let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
         if let Some(gitlab) = &gitlab {
@@ -684,6 +685,7 @@ impl Kas {
                 sync: Arc::clone(&sync),
                 files,
                 fleet_metrics,
+                hub: Arc::clone(&hub),
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
@@ -702,6 +704,7 @@ impl Kas {
                 phase: lifecycle.watch(),
                 endpoint,
                 callers: section.callers,
+                views: section.views.then(|| Arc::clone(&hub)),
                 sync: Arc::clone(&sync),
             });
         }

@@ -21,12 +21,14 @@ use kubernetes_api::{Fleet, FleetAnswer, FleetQuestion, FleetRefusal, FleetRoute
 use observe::Observer;
 use routing::router::Router;
 
-pub(crate) use self::files::AgentFiles;
+#[cfg(test)]
+pub(crate) use self::files::AgentFile;
 pub use self::metrics::FleetMetrics;
 use self::{
     callers::Callers,
     select::{SelectError, Selected, Want, Who},
 };
+pub(crate) use self::{files::AgentFiles, select::Files};
 use crate::directory::AgentDirectory;
 
 /// How long a request may wait for a tunnel of an agent that is said to be connected.
@@ -43,6 +45,8 @@ pub(crate) struct FleetService {
     /// What all answers together may hold.
     memory: Arc<Budget>,
     callers: Arc<Callers>,
+    /// Answers questions to views.
+    views: Arc<dyn Fleet>,
 }
 
 impl FleetService {
@@ -53,10 +57,11 @@ impl FleetService {
         files: Arc<AgentFiles>,
         metrics: Arc<FleetMetrics>,
         settings: prometheus::Settings,
+        views: Arc<dyn Fleet>,
     ) -> Arc<Self> {
         let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
         let callers = Callers::new(settings.per_caller);
-        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers })
+        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers, views })
     }
 
     /// Returns the agents that a selector names and the caller reaches.
@@ -112,6 +117,7 @@ impl Fleet for FleetService {
             FleetRoute::PrometheusOfAgent | FleetRoute::PrometheusOfFleet => {
                 self.ask_prometheus(question).await
             }
+            FleetRoute::View => self.views.answer(question).await,
         }
     }
 }

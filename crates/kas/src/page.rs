@@ -4,6 +4,7 @@
 //! The browser gets four files, and then one stream of server-sent events. `feed` creates the events, only
 //! while the page has viewers. `shown` defines their content.
 
+mod clusters;
 mod feed;
 mod metrics;
 mod shown;
@@ -261,8 +262,12 @@ mod tests {
     use super::*;
 
     fn page() -> Arc<Page> {
-        let config =
-            kas_config::Page { viewers: 1, callers: false, hosts: vec!["kas.example.com".to_owned()] };
+        let config = kas_config::Page {
+            viewers: 1,
+            callers: false,
+            views: false,
+            hosts: vec!["kas.example.com".to_owned()],
+        };
         Page::new(&config, Arc::new(PageMetrics::new(&mut Registry::default())))
     }
 

@@ -7,8 +7,10 @@
 //! caller last looked is found when it takes the next message, so a slow caller gets the newest state, and
 //! nothing is queued for it.
 
+mod caller;
 mod director;
 mod feed;
+mod http;
 mod kind;
 mod metrics;
 mod question;
@@ -18,6 +20,7 @@ mod service;
 mod source;
 mod subscription;
 mod summary;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod wake;
@@ -33,6 +36,7 @@ use std::{
 };
 
 use cluster::{Query, Tracker};
+use fleet::{Candidate, MOST_AGENTS, Selector};
 use grpc::{Code, Status};
 use identity::Identity;
 use ids::{AgentId, ReplicaId};
@@ -55,8 +59,18 @@ use self::{
     summary::Pace,
     wake::Wake,
 };
-pub(crate) use self::{question::Question, rights::ApiCaller, source::Tunnels, subscription::Subscription};
-use crate::connected::{connected, unanswered_replica};
+pub(crate) use self::{
+    http::HttpViews,
+    question::Question,
+    rights::ApiCaller,
+    source::Tunnels,
+    subscription::Subscription,
+    tally::{Counts, Tally},
+};
+use crate::{
+    connected::{connected, unanswered_replica},
+    fleet::Files,
+};
 
 /// Lists of feeds without rows at once.
 const COLD: usize = 64;
@@ -111,6 +125,8 @@ pub(crate) struct HubParts {
     pub(crate) tracker: Arc<dyn Tracker>,
     pub(crate) identity: Arc<dyn Identity>,
     pub(crate) namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
+    /// Know the labels of agents.
+    pub(crate) files: Arc<dyn Files>,
     /// This replica.
     pub(crate) me: ReplicaId,
     pub(crate) metrics: Arc<ViewMetrics>,
@@ -126,6 +142,7 @@ pub struct Hub {
     identity: Arc<dyn Identity>,
     /// The only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or not known here.
     namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
+    files: Arc<dyn Files>,
     me: ReplicaId,
     /// Tells this process from others of the same name.
     epoch: u64,
@@ -168,13 +185,25 @@ pub(crate) struct Selected {
     pub(crate) id: AgentId,
     pub(crate) name: String,
     pub(crate) connected: bool,
+    /// Why it is not known whether it is meant.
+    pub(crate) gap: Option<Arc<str>>,
 }
 
 impl Hub {
     /// Nothing is read yet.
     pub(crate) fn new(parts: HubParts) -> Arc<Self> {
-        let HubParts { settings, definitions, sources, tracker, identity, namespaces, me, metrics, phase } =
-            parts;
+        let HubParts {
+            settings,
+            definitions,
+            sources,
+            tracker,
+            identity,
+            namespaces,
+            files,
+            me,
+            metrics,
+            phase,
+        } = parts;
         Arc::new(Self {
             settings,
             definitions,
@@ -182,6 +211,7 @@ impl Hub {
             tracker,
             identity,
             namespaces,
+            files,
             me,
             epoch: rand::random(),
             metrics,
@@ -323,20 +353,18 @@ impl Hub {
         Ok(Admitted { hub: Arc::clone(self), caller })
     }
 
-    /// Returns the agents that a selector means, and the replicas that did not tell which ones they hold.
+    /// Returns the agents that a selector means but for their labels, and the replicas that did not tell which
+    /// ones they hold.
     ///
     /// # Errors
     /// `UNAVAILABLE` if no replica could be asked.
-    async fn selected(
-        &self,
-        selector: &ids::Selector,
-    ) -> Result<(Vec<Selected>, Vec<UnansweredReplica>), Status> {
+    async fn selected(&self, selector: &Selector) -> Result<(Vec<Selected>, Vec<UnansweredReplica>), Status> {
         let all = connected(&*self.tracker, Query::All).await;
         let all = all.map_err(|error| Status::new(Code::Unavailable, error.to_string()))?;
         let mut agents: BTreeMap<AgentId, Selected> = BTreeMap::new();
         let mut add = |id: AgentId, name: &str, project: i64, connected: bool| {
-            if selector.matches(id, Some(project), Some(name)) == ids::Match::Yes {
-                agents.insert(id, Selected { id, name: name.to_owned(), connected });
+            if selector.matches(Candidate { id, name: Some(name), project: Some(project) }) {
+                agents.insert(id, Selected { id, name: name.to_owned(), connected, gap: None });
             }
         };
         for agent in self.identity.agents() {
@@ -347,6 +375,25 @@ impl Hub {
             add(connection.agent, &connection.name, connection.project_id, true);
         }
         Ok((agents.into_values().collect(), all.unanswered.iter().map(unanswered_replica).collect()))
+    }
+
+    /// Leaves out agents whose labels are others than those of a selector. One that is connected and whose
+    /// labels are not known has a gap.
+    async fn labelled(&self, selector: &Selector, agents: Vec<Selected>) -> Vec<Selected> {
+        if !selector.needs_labels() {
+            return agents;
+        }
+        let ids: Vec<AgentId> = agents.iter().map(|agent| agent.id).collect();
+        let mut files = HashMap::new();
+        for part in ids.chunks(MOST_AGENTS) {
+            files.extend(self.files.of(part).await);
+        }
+        let means = |agent: Selected| match files.get(&agent.id) {
+            Some(Ok(file)) => selector.matches_labels(&file.labels).then_some(agent),
+            Some(Err(why)) if agent.connected => Some(Selected { gap: Some(Arc::clone(why)), ..agent }),
+            Some(Err(_)) | None => None,
+        };
+        agents.into_iter().filter_map(means).collect()
     }
 }
 

@@ -22,4 +22,5 @@ mod setup;
 mod terminal;
 mod upgrades;
 mod views;
+mod views_http;
 mod writes;

@@ -28,10 +28,10 @@ use crate::setup::{AGENT, Chain, event, exclusive};
 const WATCH_VIEW: &str = "/kas.api.v1.KasApi/WatchView";
 
 /// A row of a table: namespace, name, and the cells that do not depend on the time.
-type Row = (String, String, Vec<String>);
+pub(crate) type Row = (String, String, Vec<String>);
 
 /// Returns the pods of a namespace as the API server prints them, without their ages.
-async fn truth(kubernetes: &Kubernetes, namespace: &str) -> Result<BTreeSet<Row>> {
+pub(crate) async fn truth(kubernetes: &Kubernetes, namespace: &str) -> Result<BTreeSet<Row>> {
     let columns = r"custom-columns=NAME:.metadata.name,STATUS:.status.phase";
     let names = kubernetes.kubectl(&["get", "pods", "-n", namespace, "--no-headers", "-o", columns]).await?;
     let printed = kubernetes.kubectl(&["get", "pods", "-n", namespace, "--no-headers"]).await?;
@@ -145,7 +145,7 @@ async fn set_phase(kubernetes: &Kubernetes, namespace: &str, pod: &str, phase: &
     kubernetes.kubectl(&arguments).await.map(drop)
 }
 
-async fn delete(kubernetes: &Kubernetes, namespace: &str, pods: &[&str]) -> Result<()> {
+pub(crate) async fn delete(kubernetes: &Kubernetes, namespace: &str, pods: &[&str]) -> Result<()> {
     let fixed = ["delete", "pod", "-n", namespace, "--grace-period=0", "--force"];
     kubernetes.kubectl(&[&fixed[..], pods].concat()).await.map(drop)
 }

@@ -14,14 +14,14 @@ use tokio::{
 };
 
 /// A viewer.
-struct Stream {
+pub(crate) struct Stream {
     socket: TcpStream,
     text: String,
 }
 
 impl Stream {
     /// Requests events and reads until the response head is complete.
-    async fn open(kas: &Kas, path: &str) -> Result<Self> {
+    pub(crate) async fn open(kas: &Kas, path: &str) -> Result<Self> {
         let mut socket = TcpStream::connect(kas.observability).await?;
         socket.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
         let mut stream = Self { socket, text: String::new() };
@@ -43,12 +43,17 @@ impl Stream {
         .await
     }
 
+    /// Returns what has arrived and was not taken.
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
     fn status(&self) -> &str {
         self.text.get(9..12).unwrap_or_default()
     }
 
     /// Returns the data of the first event of this name.
-    async fn event(&mut self, name: &str) -> Result<Value> {
+    pub(crate) async fn event(&mut self, name: &str) -> Result<Value> {
         let begin = format!("event: {name}\ndata: ");
         self.until(&begin).await?;
         let at = self.text.find(&begin).context("it is there")?;

@@ -4,6 +4,7 @@
 
 mod accessibility;
 mod browser;
+mod clusters;
 mod http;
 
 use std::time::Duration;

@@ -149,9 +149,15 @@ fn the_audit_log_is_written_to_a_file_or_standard_output_or_disabled() {
 fn the_page_is_served_if_enabled_and_no_other_path_is_below_it() {
     let page = |text: &str| config(&format!("observability: {{page: {text}}}")).observability.page;
     assert_eq!(page("{viewers: 7, hosts: [kas.example.com]}"), None);
-    assert_eq!(page("{enabled: true}"), Some(Page { viewers: 32, callers: false, hosts: Vec::new() }));
-    let named = Page { viewers: 7, callers: true, hosts: vec!["kas.example.com".to_owned()] };
-    assert_eq!(page("{enabled: true, viewers: 7, callers: true, hosts: [kas.example.com]}"), Some(named));
+    assert_eq!(
+        page("{enabled: true}"),
+        Some(Page { viewers: 32, callers: false, views: false, hosts: Vec::new() })
+    );
+    let named = Page { viewers: 7, callers: true, views: true, hosts: vec!["kas.example.com".to_owned()] };
+    assert_eq!(
+        page("{enabled: true, viewers: 7, callers: true, views: true, hosts: [kas.example.com]}"),
+        Some(named)
+    );
     let below = "prometheus: {url_path: /page/metrics}, readiness_probe: {url_path: /page}";
     assert_eq!(config(&format!("observability: {{{below}}}")).observability.readiness_path, "/page");
     assert_eq!(

@@ -29,6 +29,7 @@ use crate::{
     fleet::{AgentFiles, FleetMetrics, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
+    views::{HttpViews, Hub},
 };
 
 /// Open streams of one connection of a client.
@@ -50,6 +51,7 @@ pub(super) struct Uses {
     pub(super) sync: Arc<SyncService>,
     pub(super) files: Arc<AgentFiles>,
     pub(super) fleet_metrics: Arc<FleetMetrics>,
+    pub(super) hub: Arc<Hub>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -128,6 +130,7 @@ pub(super) async fn part(
         sync,
         files,
         fleet_metrics,
+        hub,
         observer,
         metrics,
         refusals,
@@ -150,6 +153,7 @@ pub(super) async fn part(
         files,
         fleet_metrics,
         (&config.prometheus).into(),
+        HttpViews::new(hub),
     );
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,

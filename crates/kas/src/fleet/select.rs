@@ -70,7 +70,8 @@ pub(crate) struct Want {
 
 /// Reads `kas.yaml` of agents.
 #[async_trait]
-pub(super) trait Files: Send + Sync {
+pub(crate) trait Files: Send + Sync {
+    /// Returns the files of these agents, or why they are not known. Cancel safe.
     async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>>;
 }
 

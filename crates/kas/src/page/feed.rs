@@ -19,8 +19,16 @@ use tokio::{
     time::{Instant, MissedTickBehavior},
 };
 
-use super::shown::{Agents, Asked, ConnectionShown, Events, Long, Overview, Own, Why};
-use crate::{connected::connected, listener::api::explain, sync::SyncService};
+use super::{
+    clusters::Grid,
+    shown::{Agents, Asked, ClusterCounts, ConnectionShown, Events, Long, Overview, Own, Why},
+};
+use crate::{
+    connected::connected,
+    listener::api::explain,
+    sync::SyncService,
+    views::{Counts, Hub, Tally},
+};
 use routing::{metrics::RequestMetrics, router::Router};
 
 /// How often the numbers are sent.
@@ -51,6 +59,8 @@ pub struct Source {
     pub endpoint: Option<Arc<KubernetesApi>>,
     /// Whether viewers may see the names of its callers.
     pub callers: bool,
+    /// Where the objects of clusters are counted; `None`: viewers do not see how many there are.
+    pub views: Option<Arc<Hub>>,
     /// The manifest projects that this replica plans for.
     pub sync: Arc<SyncService>,
 }
@@ -75,6 +85,7 @@ struct Update {
     events: Part,
     agents: Part,
     long: Part,
+    fleet: Part,
 }
 
 /// An event that changes rarely.
@@ -181,6 +192,8 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
     let mut asking: Option<BoxFuture<'_, (Vec<PeerReport>, Vec<Unanswered>)>> = None;
     let mut listing: Option<BoxFuture<'_, Result<List, TrackerError>>> = None;
     let (mut events, mut agents, mut of_endpoint) = (Part::default(), Part::default(), Part::default());
+    let (mut grid, mut fleet) =
+        (source.views.as_ref().map(|hub| Grid::new(Arc::clone(hub))), Part::default());
     // When the next list is due, and the earliest time for it.
     let (mut wanted, mut allowed) = (Instant::now(), Instant::now());
     loop {
@@ -210,6 +223,7 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
                     allowed = Instant::now() + RELIST;
                 }
             },
+            () = grid_changed(grid.as_mut()) => {}
             () = tokio::time::sleep_until(wanted.max(allowed)), if listing.is_none() => continue,
         }
         tokio::time::sleep(SETTLE).await;
@@ -224,12 +238,24 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
         let overview = event("overview", &overview);
         events.set(event("events", &Events::new(&known)));
         of_endpoint.set(long(&source));
+        if let Some(grid) = &grid {
+            fleet.set(event("fleet", &grid.shown()));
+        }
         updates.send_replace(Update {
             overview,
             events: events.clone(),
             agents: agents.clone(),
             long: of_endpoint.clone(),
+            fleet: fleet.clone(),
         });
+    }
+}
+
+/// Waits for a change of the numbers of objects, forever if they are not shown. Cancel safe.
+async fn grid_changed(grid: Option<&mut Grid>) {
+    match grid {
+        Some(grid) => grid.changed().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -238,15 +264,48 @@ struct Explained {
     agent: AgentId,
     changes: watch::Receiver<()>,
     next: Instant,
+    /// Counts the objects of its cluster; `None`: that is not shown, or it was not connected yet.
+    tally: Option<Tally>,
+    /// What was sent last.
+    counts: Option<Counts>,
+}
+
+impl Explained {
+    /// Waits until the objects of the cluster should be counted again. Cancel safe.
+    async fn counted(tally: Option<&mut Tally>) {
+        match tally {
+            Some(tally) => tally.changed().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns an event with the numbers of objects, if they are others than before.
+    fn cluster(&mut self) -> Option<Bytes> {
+        let counts = self.tally.as_ref()?.counts();
+        if self.counts.as_ref() == Some(&counts) {
+            return None;
+        }
+        let event = event("cluster", &ClusterCounts::new(self.agent, &counts));
+        self.counts = Some(counts);
+        Some(event)
+    }
+}
+
+/// Why a viewer wakes.
+enum Woken {
+    /// The agent should be explained again.
+    Explain,
+    /// The objects of its cluster should be counted again.
+    Count,
 }
 
 /// One viewer.
 pub(super) struct View {
     feed: Arc<Feed>,
     updates: watch::Receiver<Update>,
-    /// The versions of events, agents and long requests that were sent.
-    has: [u64; 3],
-    /// Events of the last update that are still to be sent: at most these three.
+    /// The versions of events, agents, long requests and clusters that were sent.
+    has: [u64; 4],
+    /// Events of the last update that are still to be sent: at most these four.
     rest: Vec<Bytes>,
     agent: Option<Explained>,
 }
@@ -260,8 +319,10 @@ impl View {
             // Subscribed before the first lookup, so that no change is missed.
             changes: feed.source.tracker.changes(agent),
             next: Instant::now(),
+            tally: None,
+            counts: None,
         });
-        Self { feed, updates, has: [0; 3], rest: Vec::new(), agent }
+        Self { feed, updates, has: [0; 4], rest: Vec::new(), agent }
     }
 
     /// Returns the next event; `None`: kas is ending.
@@ -274,8 +335,12 @@ impl View {
                 match &mut self.agent {
                     Some(explained) => {
                         tokio::select! {
-                            () = tokio::time::sleep_until(explained.next) => {}
-                            Ok(()) = explained.changes.changed() => tokio::time::sleep(SETTLE).await,
+                            () = tokio::time::sleep_until(explained.next) => Woken::Explain,
+                            Ok(()) = explained.changes.changed() => {
+                                tokio::time::sleep(SETTLE).await;
+                                Woken::Explain
+                            }
+                            () = Explained::counted(explained.tally.as_mut()) => Woken::Count,
                         }
                     }
                     None => std::future::pending().await,
@@ -285,7 +350,8 @@ impl View {
                 changed = self.updates.changed() => {
                     changed.ok()?;
                     let update = self.updates.borrow_and_update().clone();
-                    for (has, part) in self.has.iter_mut().zip([update.events, update.agents, update.long]) {
+                    let parts = [update.events, update.agents, update.long, update.fleet];
+                    for (has, part) in self.has.iter_mut().zip(parts) {
                         if *has != part.version {
                             *has = part.version;
                             self.rest.push(part.event);
@@ -296,8 +362,12 @@ impl View {
                         return Some(update.overview);
                     }
                 }
-                () = explain => {
-                    if let Some(event) = self.explained().await {
+                woken = explain => {
+                    let event = match woken {
+                        Woken::Explain => self.explained().await,
+                        Woken::Count => self.agent.as_mut().and_then(Explained::cluster),
+                    };
+                    if let Some(event) = event {
                         return Some(event);
                     }
                 }
@@ -316,6 +386,13 @@ impl View {
         explained.next = Instant::now() + EXPLAIN;
         match listed {
             Ok(connected) => {
+                // Only of an agent that there is: a page can be opened for any number.
+                if let Some(hub) = &source.views
+                    && explained.tally.is_none()
+                    && !connected.connections.is_empty()
+                {
+                    explained.tally = Some(Tally::new(hub, agent));
+                }
                 // Without an answer of its home, nothing is said of its manifests.
                 Some(event("why", &Why::new(agent, &answer, &connected, sync.as_ref().ok())))
             }

@@ -11,6 +11,7 @@ const state = {
   overview: null,
   agents: null,
   why: null,
+  cluster: null, // numbers of objects of the agent of the page
   long: null, // open requests without an end of their own; null: the endpoint for kubectl is off
   rates: new Map(), // replica -> its requests per second, the newest last
   counted: new Map(), // replica -> the last count and when it was made
@@ -340,6 +341,56 @@ function showAgents() {
   ));
 }
 
+// Clusters.
+
+/** How the rows of an agent are, as colour, mark and words. */
+const ROWS_ARE = {
+  live: ["well", "✓", "live"],
+  listing: ["doubt", "…", "is being read"],
+  stale: ["doubt", "?", "numbers of before"],
+  forbidden: ["doubt", "!", "agentk may not read this"],
+  absent: ["lost", "✕", "not connected"],
+};
+const rowsAre = (state) => ROWS_ARE[state] ?? ["doubt", "?", state];
+
+function takeFleet({ why, agents }) {
+  $("fleet-panel").hidden = false;
+  const notes = [];
+  if (why) notes.push(`The clusters are not counted now: ${why}`);
+  else if (!agents.length) notes.push("No agent is known.");
+  if (agents.length > ROWS) notes.push(`${count(agents.length - ROWS, "agent")} more, not shown.`);
+  say($("fleet-note"), notes.join(" "));
+  show($("fleet"), ...agents.slice(0, ROWS).map((a) => {
+    const [kind, mark, words] = rowsAre(a.state);
+    const fact = ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value));
+    return make("li", { "data-agent": a.agent, "data-health": kind },
+      make("a", { href: `#agent-${a.agent}` }, `${a.agent} ${a.name}`),
+      make("p", { class: "health" }, `${mark} ${words}`),
+      ...(a.reason ? [make("p", { class: "small" }, a.reason)] : []),
+      ...(a.counts.length ? [make("dl", { class: "facts" }, ...a.counts.map(fact))] : []));
+  }));
+}
+
+function showCluster() {
+  const cluster = state.cluster;
+  const shown = cluster !== null && cluster.agent === agentOfPage();
+  $("cluster-panel").hidden = !shown;
+  if (!shown) return;
+  const [, mark, words] = rowsAre(cluster.state);
+  say($("cluster-note"), `${mark} ${words}${cluster.reason ? `: ${cluster.reason}` : ""}`);
+  const total = (states) => Object.values(states).reduce((sum, n) => sum + n, 0);
+  // The most first, and those of the same number by their names.
+  const sorted = (states) => Object.entries(states).sort(([a, n], [b, m]) => m - n || a.localeCompare(b));
+  const of = (resource) =>
+    make("li", { "data-resource": resource.name },
+      `${resource.name}: ${known(total(resource.states))}`,
+      make("ul", {}, ...sorted(resource.states).map(([name, n]) => make("li", { "data-state": name }, `${name}: ${known(n)}`))));
+  show($("cluster"),
+    make("li", { "data-resource": "namespaces" },
+      `Namespaces with such objects: ${known(cluster.namespaces)}`,
+      make("ul", {}, ...cluster.resources.filter((resource) => total(resource.states)).map(of))));
+}
+
 // Long requests.
 
 const KINDS = {
@@ -485,6 +536,11 @@ function connect() {
   on("events", takeEvents);
   on("agents", takeAgents);
   on("long", takeLong);
+  on("fleet", takeFleet);
+  on("cluster", (cluster) => {
+    state.cluster = cluster;
+    showCluster();
+  });
   on("why", (why) => {
     state.why = why;
     if (agentOfPage() !== null) showWhy();
@@ -504,6 +560,7 @@ function go() {
   document.title = agent === null ? "kas" : `Agent ${agent} – kas`;
   if (agent !== null) {
     showWhy();
+    showCluster();
     $("agent-title").focus({ preventScroll: true });
     scrollTo(0, 0);
   } else if (state.overview) showOverview();

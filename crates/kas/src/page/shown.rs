@@ -1,11 +1,14 @@
 //! The content of the events. `page.js` reads the field names; both are in one binary.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{Connected, Load, Located, PeerReport, ReplicaState, Replicas, Unanswered};
+use ids::AgentId;
 use kubernetes_api::LongRequests;
-use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse, GetSyncResponse, ProjectSync};
+use proto::kas::api::v1::{AgentOnReplica, ExplainAgentResponse, GetSyncResponse, ProjectSync, ViewAgent};
 use serde::Serialize;
+
+use crate::views::Counts;
 
 /// The longest text that an agent reports, in characters. A longer one is cut.
 const LONGEST: usize = 200;
@@ -42,6 +45,63 @@ struct ManifestsShown {
     failed: usize,
     /// Those with objects that wait to be pruned.
     to_prune: usize,
+}
+
+/// Event `fleet`: the agents, and how many objects their clusters have.
+#[derive(Serialize)]
+pub(super) struct Fleet<'a> {
+    /// Why they are not known now.
+    pub(super) why: Option<&'a str>,
+    pub(super) agents: Vec<Cluster<'a>>,
+}
+
+/// An agent of the event `fleet`.
+#[derive(Serialize)]
+pub(super) struct Cluster<'a> {
+    /// A text: it may be larger than a number of JavaScript.
+    agent: String,
+    name: &'a str,
+    state: &'a str,
+    reason: String,
+    /// What is counted, and its number, which is `?` if it is not known.
+    counts: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Cluster<'a> {
+    pub(super) fn new(agent: &'a ViewAgent, counts: Vec<(&'a str, &'a str)>) -> Self {
+        let ViewAgent { id, name, state, reason, .. } = agent;
+        Self { agent: id.to_string(), name, state, reason: cut(reason), counts }
+    }
+}
+
+/// Event `cluster`: how many objects the cluster of the selected agent has, without the name of any.
+#[derive(Serialize)]
+pub(super) struct ClusterCounts<'a> {
+    agent: String,
+    state: &'a str,
+    reason: String,
+    namespaces: usize,
+    resources: Vec<ResourceCounts<'a>>,
+}
+
+#[derive(Serialize)]
+struct ResourceCounts<'a> {
+    name: &'a str,
+    /// The number of objects by how they are.
+    states: &'a BTreeMap<String, usize>,
+}
+
+impl<'a> ClusterCounts<'a> {
+    pub(super) fn new(agent: AgentId, counts: &'a Counts) -> Self {
+        let resources = counts.resources.iter();
+        Self {
+            agent: agent.to_string(),
+            state: counts.state.as_str(),
+            reason: cut(&counts.reason),
+            namespaces: counts.namespaces,
+            resources: resources.map(|(name, states)| ResourceCounts { name, states }).collect(),
+        }
+    }
 }
 
 /// Event `events`: changes in the health of replicas, the oldest first.

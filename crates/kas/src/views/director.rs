@@ -2,7 +2,7 @@
 //! feeds.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::Arc,
     time::Duration,
 };
@@ -18,7 +18,7 @@ use super::{
     Hub, Selected,
     feed::{FeedKey, Look, What},
     question::{MOST_NAMESPACES, Question},
-    rights::Rights,
+    rights::{May, Rights},
     wake::Wake,
 };
 
@@ -28,12 +28,19 @@ const MOST_AGENTS: usize = 2_000;
 const AT_ONCE: usize = 64;
 /// How long an answer about rights may take.
 const WITHIN: Duration = Duration::from_secs(10);
+/// How long agents are asked about rights before the caller is told that the others were not asked.
+const ALL_WITHIN: Duration = Duration::from_secs(20);
+/// Agents that a refusal names.
+const MOST_NAMED: usize = 5;
 /// How often rights are asked for again, and agents that did not answer.
 const AGAIN: Duration = Duration::from_secs(60);
 /// Without an answer about rights for this long, the subscription ends.
 const SILENT: Duration = Duration::from_secs(300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);
+/// After agents came or went, they are looked for once more: which ones a caller reaches may be known only a
+/// second later.
+const LATE: Duration = Duration::from_secs(2);
 
 /// What the director tells the subscription.
 pub(super) enum Note {
@@ -65,10 +72,7 @@ struct Target {
 }
 
 pub(super) struct Director {
-    hub: Arc<Hub>,
-    question: Arc<Question>,
-    rights: Arc<dyn Rights>,
-    resources: Vec<Arc<Resource>>,
+    asker: Arc<Asker>,
     looker: u64,
     wake: Arc<Wake>,
     notes: mpsc::Sender<Note>,
@@ -78,11 +82,20 @@ pub(super) struct Director {
     number: usize,
 }
 
+/// Asks what the caller may see.
+struct Asker {
+    hub: Arc<Hub>,
+    question: Arc<Question>,
+    rights: Arc<dyn Rights>,
+    resources: Vec<Arc<Resource>>,
+}
+
 /// What is found out about an agent.
 enum Found {
-    /// These, and the names of resources of which nothing is allowed.
+    /// These, and what is missing besides.
     Allowed(Vec<Target>, Vec<String>),
-    Forbidden,
+    /// Nothing is allowed, or the agentk cannot say.
+    Refused(Status),
     Silent(String),
 }
 
@@ -99,28 +112,19 @@ impl Director {
             true => View::counted().map(|(_, resource)| Arc::new(resource)).into(),
             false => question.view.resources.iter().cloned().map(Arc::new).collect(),
         };
-        Self {
-            hub,
-            question,
-            rights,
-            resources,
-            looker,
-            wake,
-            notes,
-            attached: BTreeMap::new(),
-            told: BTreeMap::new(),
-            number: 0,
-        }
+        let asker = Arc::new(Asker { hub, question, rights, resources });
+        Self { asker, looker, wake, notes, attached: BTreeMap::new(), told: BTreeMap::new(), number: 0 }
     }
 
     /// Runs until the subscription is dropped or ends.
     pub(super) async fn run(mut self) {
-        let mut changes = self.hub.tracker.connection_changes();
+        let mut changes = self.asker.hub.tracker.connection_changes();
         let mut again = Instant::now() + AGAIN;
+        let mut late = self.later();
         let mut is_begun = false;
         loop {
             changes.mark_unchanged();
-            match self.round().await {
+            match self.round(is_begun).await {
                 Ok(unanswered) => {
                     is_begun = true;
                     if !self.tell(Note::Complete(unanswered)).await {
@@ -145,10 +149,19 @@ impl Director {
                     // Those who did not answer are asked again, too.
                     self.told.clear();
                 }
+                () = tokio::time::sleep_until(late.unwrap_or(again)), if late.is_some() => late = None,
                 // The tracker lives as long as the process.
-                Ok(()) = changes.changed() => tokio::time::sleep(SETTLE).await,
+                Ok(()) = changes.changed() => {
+                    tokio::time::sleep(SETTLE).await;
+                    late = self.later();
+                }
             }
         }
+    }
+
+    /// Returns when agents are looked for once more after a change.
+    fn later(&self) -> Option<Instant> {
+        self.asker.rights.can_change().then(|| Instant::now() + LATE)
     }
 
     /// Returns `false` if the subscription has ended.
@@ -157,72 +170,109 @@ impl Director {
         self.notes.send(note).await.is_ok() && !ends
     }
 
-    /// Looks for agents that are new, and attaches them.
-    async fn round(&mut self) -> Result<Vec<UnansweredReplica>, Status> {
-        let (selected, unanswered) = self.hub.selected(&self.question.agents).await?;
-        let selected = self.rights.reach(selected).await?;
-        if selected.len() > MOST_AGENTS {
-            let text = format!(
-                "the selector means {} agents, and at most {MOST_AGENTS} are allowed",
-                selected.len()
-            );
+    /// Looks for agents that are new, and attaches them. If the caller may see nothing at all in the first
+    /// round, that is the answer, before anything else is told.
+    async fn round(&mut self, is_begun: bool) -> Result<Vec<UnansweredReplica>, Status> {
+        let asker = Arc::clone(&self.asker);
+        let selector = &asker.question.agents;
+        let (selected, unanswered) = asker.hub.selected(selector).await?;
+        let new = selected.into_iter().filter(|agent| !self.attached.contains_key(&agent.id)).collect();
+        let reached = asker.rights.reach(asker.hub.labelled(selector, new).await).await?;
+        let count = self.attached.len() + reached.len();
+        if count > MOST_AGENTS {
+            let text = format!("the selector means {count} agents, and at most {MOST_AGENTS} are allowed");
             return Err(Status::new(Code::InvalidArgument, text));
         }
-        let new: Vec<Selected> =
-            selected.into_iter().filter(|agent| !self.attached.contains_key(&agent.id)).collect();
-        let (here, away): (Vec<_>, Vec<_>) = new.into_iter().partition(|agent| agent.connected);
-        for agent in away {
-            self.cannot(&agent, AgentState::Absent, "it is not connected".to_owned()).await;
+        let mut cannot = self.unseen(&reached);
+        let mut here = Vec::new();
+        for agent in reached {
+            match (&agent.gap, agent.connected) {
+                (Some(gap), _) => cannot.push((agent.id, agent.name, AgentState::Absent, gap.to_string())),
+                (None, false) => {
+                    let reason = "it is not connected".to_owned();
+                    cannot.push((agent.id, agent.name, AgentState::Absent, reason));
+                }
+                // A refusal counts until the next look at rights.
+                (None, true) if matches!(self.told.get(&agent.id), Some((AgentState::Forbidden, _))) => {}
+                (None, true) => here.push(agent),
+            }
         }
-        // A refusal counts until the next look at rights.
-        let is_refused =
-            |agent: &Selected| matches!(self.told.get(&agent.id), Some((AgentState::Forbidden, _)));
-        let here: Vec<Selected> = here.into_iter().filter(|agent| !is_refused(agent)).collect();
-        let found: Vec<(Selected, Found)> = {
-            let this = &*self;
-            let asking = here.into_iter().map(|agent| async move {
-                let found = this.ask(agent.id).await;
+        let until = Instant::now() + ALL_WITHIN;
+        let of = &asker;
+        let mut asking = stream::iter(here)
+            .map(|agent| async move {
+                let found = of.ask(agent.id, until).await;
                 (agent, found)
-            });
-            stream::iter(asking).buffer_unordered(AT_ONCE).collect().await
-        };
-        for (agent, found) in found {
+            })
+            .buffer_unordered(AT_ONCE);
+        let (mut refused, mut has_silent) = (Vec::new(), false);
+        while let Some((agent, found)) = asking.next().await {
             match found {
                 Found::Allowed(targets, missing) => {
                     self.attach(&agent, targets).await;
                     if !missing.is_empty() {
-                        let reason = format!("the caller may not list and watch {}", missing.join(", "));
-                        self.cannot(&agent, AgentState::Forbidden, reason).await;
+                        let reason = may_not(&missing);
+                        cannot.push((agent.id, agent.name, AgentState::Forbidden, reason));
                     }
                 }
-                Found::Forbidden => {
-                    let reason = "the caller may not list and watch this here".to_owned();
-                    self.cannot(&agent, AgentState::Forbidden, reason).await;
+                Found::Refused(status) => refused.push((agent, status)),
+                Found::Silent(reason) => {
+                    has_silent = true;
+                    cannot.push((agent.id, agent.name, AgentState::Absent, reason));
                 }
-                Found::Silent(reason) => self.cannot(&agent, AgentState::Absent, reason).await,
             }
+        }
+        if !is_begun && !has_silent && self.attached.is_empty() && !refused.is_empty() {
+            return Err(refusal(&refused));
+        }
+        for (agent, status) in refused {
+            let reason = status.message().to_owned();
+            cannot.push((agent.id, agent.name, AgentState::Forbidden, reason));
+        }
+        for (agent, name, state, reason) in cannot {
+            self.cannot(agent, name, state, reason).await;
         }
         Ok(unanswered)
     }
 
-    async fn cannot(&mut self, agent: &Selected, state: AgentState, reason: String) {
+    /// Returns the agents that the selector names by their ids, and that the caller does not reach. Whether
+    /// there are such agents is not told.
+    fn unseen(&self, reached: &[Selected]) -> Vec<(AgentId, String, AgentState, String)> {
+        let selector = &self.asker.question.agents;
+        if selector.has_other_terms_than_ids() {
+            return Vec::new();
+        }
+        let seen: HashSet<AgentId> =
+            reached.iter().map(|agent| agent.id).chain(self.attached.keys().copied()).collect();
+        let unseen = selector.ids().unwrap_or_default().iter().filter(|agent| !seen.contains(agent));
+        unseen
+            .map(|agent| {
+                let reason = "it is not known here, or this credential gives no access to it";
+                (*agent, String::new(), AgentState::Absent, reason.to_owned())
+            })
+            .collect()
+    }
+
+    async fn cannot(&mut self, agent: AgentId, name: String, state: AgentState, reason: String) {
         let told = (state, reason.clone());
-        if self.told.get(&agent.id) == Some(&told) {
+        if self.told.get(&agent) == Some(&told) {
             return;
         }
-        self.told.insert(agent.id, told);
-        self.tell(Note::Agent { agent: agent.id, name: agent.name.clone(), state, reason }).await;
+        self.told.insert(agent, told);
+        self.tell(Note::Agent { agent, name, state, reason }).await;
     }
 
     async fn attach(&mut self, agent: &Selected, targets: Vec<Target>) {
-        let keys: BTreeSet<(usize, Option<Arc<str>>)> = match self.question.view.is_summary() {
+        let asker = Arc::clone(&self.asker);
+        let is_summary = asker.question.view.is_summary();
+        let keys: BTreeSet<(usize, Option<Arc<str>>)> = match is_summary {
             true => [(0, None)].into(),
             false => targets.iter().map(|target| (target.resource, target.namespace.clone())).collect(),
         };
         self.told.remove(&agent.id);
         self.attached.insert(agent.id, Attached { targets, asked: Instant::now() });
         for (resource, namespace) in keys {
-            let what = match (self.question.view.is_summary(), self.resources.get(resource)) {
+            let what = match (is_summary, asker.resources.get(resource)) {
                 (true, _) => What::Summary,
                 (false, Some(resource)) => What::Objects(Arc::clone(resource)),
                 (false, None) => continue,
@@ -230,44 +280,94 @@ impl Director {
             let number = self.number;
             self.number += 1;
             let key = FeedKey { agent: agent.id, what, namespace };
-            let look = self.hub.look(key, self.looker, number, &self.wake);
+            let look = asker.hub.look(key, self.looker, number, &self.wake);
             self.tell(Note::Attach { agent: agent.id, name: agent.name.clone(), number, look }).await;
         }
     }
 
-    /// Asks what the caller may see of an agent.
-    async fn ask(&self, agent: AgentId) -> Found {
+    /// Asks again for everything that is attached.
+    ///
+    /// # Errors
+    /// If something is not allowed any more, or nobody answers for long.
+    async fn ask_again(&mut self) -> Result<(), Status> {
+        if !self.asker.rights.can_change() {
+            return Ok(());
+        }
+        let asking: Vec<_> = self
+            .attached
+            .iter()
+            .map(|(agent, attached)| {
+                let (agent, targets, asker) = (*agent, attached.targets.clone(), Arc::clone(&self.asker));
+                async move { (agent, tokio::time::timeout(WITHIN, asker.still(agent, targets)).await) }
+            })
+            .collect();
+        let answers: Vec<_> = stream::iter(asking).buffer_unordered(AT_ONCE).collect().await;
+        for (agent, answer) in answers {
+            match answer {
+                Ok(Ok(May::Yes)) => {
+                    if let Some(attached) = self.attached.get_mut(&agent) {
+                        attached.asked = Instant::now();
+                    }
+                }
+                Ok(Ok(May::No(missing))) => {
+                    let text = format!("agent {agent}: {}, any more", may_not(&[missing]));
+                    return Err(Status::new(Code::PermissionDenied, text));
+                }
+                Ok(Err(status)) if is_no(&status) => return Err(status),
+                Ok(Err(_)) | Err(_) => {
+                    let silent =
+                        self.attached.get(&agent).is_some_and(|known| known.asked.elapsed() > SILENT);
+                    if silent {
+                        let text =
+                            format!("agent {agent} has not said for {SILENT:?} what the caller may see");
+                        return Err(Status::new(Code::Unavailable, text));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Asker {
+    /// Asks what the caller may see of an agent, if that begins before `until`.
+    async fn ask(&self, agent: AgentId, until: Instant) -> Found {
+        if Instant::now() >= until {
+            return Found::Silent(format!("not asked what the caller may see: others took {ALL_WITHIN:?}"));
+        }
         let asking = async {
             let (mut targets, mut missing) = (Vec::new(), Vec::new());
             for (index, resource) in self.resources.iter().enumerate() {
-                let allowed = self.ask_resource(agent, index, resource).await?;
-                if allowed.is_empty() {
-                    missing.push(resource.name());
-                }
+                let (allowed, not) = self.ask_resource(agent, index, resource).await?;
                 targets.extend(allowed);
+                missing.extend(not);
             }
             Ok::<_, Status>((targets, missing))
         };
+        let denied = |missing: &[String]| Status::new(Code::PermissionDenied, may_not(missing));
         match tokio::time::timeout(WITHIN, asking).await {
             Err(_) => Found::Silent(format!("no answer within {WITHIN:?} about what the caller may see")),
-            Ok(Err(status)) if status.code() == Code::PermissionDenied => Found::Forbidden,
+            Ok(Err(status)) if is_no(&status) || status.code() == Code::FailedPrecondition => {
+                Found::Refused(status)
+            }
             Ok(Err(status)) => Found::Silent(status.message().to_owned()),
-            Ok(Ok((targets, _))) if targets.is_empty() => Found::Forbidden,
             // A summary is one row: all of it, or nothing.
-            Ok(Ok((_, missing))) if self.question.view.is_summary() && !missing.is_empty() => {
-                Found::Forbidden
+            Ok(Ok((targets, missing)))
+                if targets.is_empty() || self.question.view.is_summary() && !missing.is_empty() =>
+            {
+                Found::Refused(denied(&missing))
             }
             Ok(Ok((targets, missing))) => Found::Allowed(targets, missing),
         }
     }
 
-    /// Returns the namespaces in which the caller sees a resource.
+    /// Returns where the caller sees a resource, and what is missing.
     async fn ask_resource(
         &self,
         agent: AgentId,
         index: usize,
         resource: &Resource,
-    ) -> Result<Vec<Target>, Status> {
+    ) -> Result<(Vec<Target>, Vec<String>), Status> {
         let target = |namespace: Option<&Arc<str>>, is_everywhere| Target {
             resource: index,
             namespace: namespace.cloned(),
@@ -282,76 +382,66 @@ impl Director {
                 namespaces.clear();
             }
         }
-        if self.rights.may(agent, resource, None).await? {
-            return Ok(match namespaces.as_slice() {
-                [] => vec![target(None, true)],
-                some => some.iter().map(|namespace| target(Some(namespace), true)).collect(),
-            });
+        let everywhere = match self.rights.may(agent, resource, None).await? {
+            May::Yes => {
+                let targets = match namespaces.as_slice() {
+                    [] => vec![target(None, true)],
+                    some => some.iter().map(|namespace| target(Some(namespace), true)).collect(),
+                };
+                return Ok((targets, Vec::new()));
+            }
+            May::No(missing) => missing,
+        };
+        if namespaces.is_empty() {
+            return Ok((Vec::new(), vec![everywhere]));
         }
-        let mut allowed = Vec::new();
+        let (mut allowed, mut missing) = (Vec::new(), Vec::new());
         for namespace in &namespaces {
-            if self.rights.may(agent, resource, Some(namespace)).await? {
-                allowed.push(target(Some(namespace), false));
+            match self.rights.may(agent, resource, Some(namespace)).await? {
+                May::Yes => allowed.push(target(Some(namespace), false)),
+                May::No(not) => missing.push(not),
             }
         }
-        Ok(allowed)
+        Ok((allowed, missing))
     }
 
-    /// Asks again for everything that is attached.
-    ///
-    /// # Errors
-    /// If something is not allowed any more, or nobody answers for long.
-    async fn ask_again(&mut self) -> Result<(), Status> {
-        if !self.rights.can_change() {
-            return Ok(());
-        }
-        let asking = self.attached.iter().map(|(agent, attached)| {
-            let (agent, targets, rights) = (*agent, attached.targets.clone(), Arc::clone(&self.rights));
-            let resources = self.resources.clone();
-            async move {
-                let all = async {
-                    let mut asked = BTreeSet::new();
-                    for target in targets {
-                        let namespace = (!target.is_everywhere).then(|| target.namespace.clone()).flatten();
-                        let Some(resource) = resources.get(target.resource) else { continue };
-                        if asked.insert((target.resource, namespace.clone()))
-                            && !rights.may(agent, resource, namespace.as_deref()).await?
-                        {
-                            return Ok(false);
-                        }
-                    }
-                    Ok::<_, Status>(true)
-                };
-                (agent, tokio::time::timeout(WITHIN, all).await)
-            }
-        });
-        let asking: Vec<_> = asking.collect();
-        let answers: Vec<_> = stream::iter(asking).buffer_unordered(AT_ONCE).collect().await;
-        for (agent, answer) in answers {
-            match answer {
-                Ok(Ok(true)) => {
-                    if let Some(attached) = self.attached.get_mut(&agent) {
-                        attached.asked = Instant::now();
-                    }
-                }
-                Ok(Ok(false)) => {
-                    let text = format!("the caller may not list and watch this of agent {agent} any more");
-                    return Err(Status::new(Code::PermissionDenied, text));
-                }
-                Ok(Err(status)) if status.code() == Code::PermissionDenied => return Err(status),
-                Ok(Err(_)) | Err(_) => {
-                    let silent =
-                        self.attached.get(&agent).is_some_and(|known| known.asked.elapsed() > SILENT);
-                    if silent {
-                        let text =
-                            format!("agent {agent} has not said for {SILENT:?} what the caller may see");
-                        return Err(Status::new(Code::Unavailable, text));
-                    }
-                }
+    /// Whether the caller may still see all of these.
+    async fn still(&self, agent: AgentId, targets: Vec<Target>) -> Result<May, Status> {
+        let mut asked = BTreeSet::new();
+        for target in targets {
+            let namespace = (!target.is_everywhere).then(|| target.namespace.clone()).flatten();
+            let Some(resource) = self.resources.get(target.resource) else { continue };
+            if asked.insert((target.resource, namespace.clone()))
+                && let May::No(missing) = self.rights.may(agent, resource, namespace.as_deref()).await?
+            {
+                return Ok(May::No(missing));
             }
         }
-        Ok(())
+        Ok(May::Yes)
     }
+}
+
+/// Whether this is a no to everything.
+fn is_no(status: &Status) -> bool {
+    matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated)
+}
+
+fn may_not(missing: &[String]) -> String {
+    format!("the caller may not {}", missing.join(", nor "))
+}
+
+/// Returns the answer to a caller who may see nothing.
+fn refusal(refused: &[(Selected, Status)]) -> Status {
+    let no = refused.iter().map(|(_, status)| status.code()).find(|code| *code != Code::FailedPrecondition);
+    let named = refused.iter().take(MOST_NAMED).map(|(agent, status)| {
+        let name = if agent.name.is_empty() { String::new() } else { format!(" ({})", agent.name) };
+        format!("agent {}{name}: {}", agent.id, status.message())
+    });
+    let mut text = named.collect::<Vec<_>>().join("; ");
+    if refused.len() > MOST_NAMED {
+        text.push_str(&format!("; and {} agents more", refused.len() - MOST_NAMED));
+    }
+    Status::new(no.unwrap_or(Code::FailedPrecondition), text)
 }
 
 /// Whether the objects of a resource are in no namespace, as far as that is known.

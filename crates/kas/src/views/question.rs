@@ -6,8 +6,9 @@ use std::{
     sync::Arc,
 };
 
+use fleet::Selector;
 use grpc::{Code, Status};
-use ids::{ReplicaId, Selector};
+use ids::ReplicaId;
 use proto::kas::api::v1::WatchViewRequest;
 use views::{Definitions, Filter, Labels, View};
 
@@ -191,7 +192,7 @@ mod tests {
         type Wrong = fn(&mut WatchViewRequest);
         let wrong: [(Wrong, Code, &str); 9] = [
             (|request| request.agents.clear(), Code::InvalidArgument, "agents is needed"),
-            (|request| request.agents = "7".into(), Code::InvalidArgument, "agents: expected"),
+            (|request| request.agents = "7".into(), Code::InvalidArgument, "agents: the selector"),
             (|request| request.view = "cats".into(), Code::NotFound, "there are nodes, pods"),
             (|request| request.namespaces = vec!["a/b".into()], Code::InvalidArgument, "a/b"),
             (|request| request.namespaces = vec!["a".into(); 33], Code::InvalidArgument, "at most 32"),

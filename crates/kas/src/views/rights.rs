@@ -7,6 +7,14 @@ use views::Resource;
 
 use super::Selected;
 
+/// Whether a caller may list and watch something.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum May {
+    Yes,
+    /// What is missing, such as `list pods in namespace shop`.
+    No(String),
+}
+
 /// What a caller may see.
 #[async_trait]
 pub(crate) trait Rights: Send + Sync {
@@ -22,12 +30,12 @@ pub(crate) trait Rights: Send + Sync {
     /// Whether the caller may list and watch a resource of an agent. `None`: in all namespaces.
     ///
     /// # Errors
-    /// If that cannot be asked.
+    /// `PERMISSION_DENIED` and `UNAUTHENTICATED` are a no to everything; `FAILED_PRECONDITION`: the agentk
+    /// cannot answer. Others: that cannot be asked now.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    async fn may(&self, agent: AgentId, resource: &Resource, namespace: Option<&str>)
-    -> Result<bool, Status>;
+    async fn may(&self, agent: AgentId, resource: &Resource, namespace: Option<&str>) -> Result<May, Status>;
 
     /// Whether they can change: they are asked for again from time to time then.
     fn can_change(&self) -> bool;
@@ -43,8 +51,8 @@ impl Rights for ApiCaller {
         Ok(agents)
     }
 
-    async fn may(&self, _: AgentId, _: &Resource, _: Option<&str>) -> Result<bool, Status> {
-        Ok(true)
+    async fn may(&self, _: AgentId, _: &Resource, _: Option<&str>) -> Result<May, Status> {
+        Ok(May::Yes)
     }
 
     fn can_change(&self) -> bool {

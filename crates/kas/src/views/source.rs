@@ -7,7 +7,7 @@ use bytes::Bytes;
 use cluster_call::{Cluster, ClusterSettings, Request, Watching};
 use grpc::{Code, Status};
 use http::Method;
-use ids::{AgentId, Impersonation, ReplicaId};
+use ids::{Actor, AgentId, Impersonation, ReplicaId};
 use kube_request::Target;
 use observe::Observer;
 use routing::router::Router;
@@ -43,6 +43,12 @@ pub(crate) trait Source: Send + Sync {
     /// # Cancel safety
     /// Cancel safe.
     async fn watch(&self, target: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status>;
+
+    /// Sends an object of JSON.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    async fn post(&self, target: &str, object: Bytes) -> Result<Answer, Status>;
 }
 
 /// An open watch.
@@ -63,7 +69,16 @@ pub(crate) trait Watched: Send {
 /// The API servers of agents.
 pub(crate) trait Sources: Send + Sync {
     /// Returns that of an agent. Requests run as `user`, or with agentk's rights.
-    fn open(&self, agent: AgentId, user: Option<Impersonation>) -> Arc<dyn Source>;
+    fn open(&self, agent: AgentId, user: Option<User>) -> Arc<dyn Source>;
+}
+
+/// As whom a request runs, and for whom.
+#[derive(Debug, Clone)]
+pub(crate) struct User {
+    /// The identity in the cluster.
+    pub(crate) identity: Impersonation,
+    /// The caller, for the audit log.
+    pub(crate) actor: Arc<Actor>,
 }
 
 /// Those behind tunnels.
@@ -75,20 +90,25 @@ pub(crate) struct Tunnels {
 }
 
 impl Sources for Tunnels {
-    fn open(&self, agent: AgentId, user: Option<Impersonation>) -> Arc<dyn Source> {
+    fn open(&self, agent: AgentId, user: Option<User>) -> Arc<dyn Source> {
+        let (impersonation, actor) = user.map(|User { identity, actor }| (identity, actor)).unzip();
         let settings = ClusterSettings {
             agent,
             task: "views".to_owned(),
             source: "views",
             // The replica is named, so that the API server's audit log tells watches apart.
             user_agent: format!("kas/views:{}", self.me),
-            impersonation: user,
+            impersonation,
             timeout: TIMEOUT,
             find: FIND,
             at_once: AT_ONCE,
             max_body: MAX_PAGE,
         };
-        Arc::new(Tunnel(Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings)))
+        let cluster = Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings);
+        Arc::new(Tunnel(match actor {
+            Some(actor) => cluster.with_actor(actor),
+            None => cluster,
+        }))
     }
 }
 
@@ -128,6 +148,17 @@ impl Source for Tunnel {
     async fn watch(&self, path: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
         let request = Request::new(Method::GET, target(path)?).header("Accept", accept);
         Ok(Box::new(self.0.watch(request, target(for_old)?).await?))
+    }
+
+    async fn post(&self, path: &str, object: Bytes) -> Result<Answer, Status> {
+        let request = Request {
+            body: object,
+            ..Request::new(Method::POST, target(path)?)
+                .header("Accept", "application/json")
+                .header("Content-Type", "application/json")
+        };
+        let answer = self.0.send(request).await?;
+        Ok(Answer { status: answer.status, body: answer.body })
     }
 }
 

@@ -276,8 +276,13 @@ impl Subscription {
     }
 
     fn agent(&mut self, agent: AgentId, name: String) -> &mut AgentSeen {
-        let new = || AgentSeen { name, feeds: Vec::new(), note: None, told: None };
-        self.agents.entry(agent).or_insert_with(new)
+        let new = || AgentSeen { name: String::new(), feeds: Vec::new(), note: None, told: None };
+        let seen = self.agents.entry(agent).or_insert_with(new);
+        // Of one that was out of reach, it was not known.
+        if seen.name.is_empty() {
+            seen.name = name;
+        }
+        seen
     }
 
     /// Returns the worst of what is known of an agent, and since when.

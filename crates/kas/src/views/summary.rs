@@ -63,6 +63,10 @@ async fn count(hub: &Hub, source: &dyn Source) -> Vec<Result<u64, String>> {
         };
         let answer = source.get(&format!("{path}?limit=1"), ACCEPT).await;
         counts.push(match answer {
+            // An agent that is away would keep each of them waiting.
+            Err(status) if counts.iter().all(Result::is_err) => {
+                return vec![Err(status.message().to_owned()); View::counted().len()];
+            }
             Err(status) => Err(status.message().to_owned()),
             Ok(answer) if answer.status == 200 => table::page(Form::Metadata, &answer.body)
                 .map(|page| page.rows.len() as u64 + page.remaining.unwrap_or(0))
@@ -74,11 +78,6 @@ async fn count(hub: &Hub, source: &dyn Source) -> Vec<Result<u64, String>> {
                 table::message(&answer.body)
             )),
         });
-        // An agent that is away would keep each of them waiting.
-        if counts.iter().all(Result::is_err) {
-            let why = counts.pop().unwrap_or(Ok(0));
-            return vec![why; View::counted().len()];
-        }
     }
     counts
 }

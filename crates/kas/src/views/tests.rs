@@ -1,5 +1,6 @@
 //! Tests of the hub against a played API server. Time is that of tokio, and stands still.
 
+mod callers;
 mod world;
 
 use std::{
@@ -172,21 +173,40 @@ async fn callers_see_only_what_they_may() {
     all.synced().await.unwrap();
     assert_eq!(all.rows.len(), 2);
     let mut none = lab.ask_as(Played::new(&[]), |_| {});
-    let synced = none.synced().await.unwrap();
-    assert_eq!((none.rows.len(), &*none.agents[&1].state), (0, "forbidden"));
-    assert!(synced.unanswered[0].reason.contains("forbidden"), "{synced:?}");
+    let refused = none.synced().await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.message(), "agent 1 (agent-1): the caller may not list pods in all");
+    assert!(none.agents.is_empty(), "nothing is told before the refusal");
     // Without a namespace, nothing is guessed.
     let mut unnamed = lab.ask_as(Played::new(&["shop"]), |_| {});
-    unnamed.synced().await.unwrap();
-    assert_eq!(unnamed.rows.len(), 0);
+    assert_eq!(unnamed.synced().await.unwrap_err().code(), Code::PermissionDenied);
     let both = vec!["shop".to_owned(), "bank".to_owned()];
     let mut some = lab.ask_as(Played::new(&["shop"]), |request| request.namespaces = both);
-    some.synced().await.unwrap();
+    let synced = some.synced().await.unwrap();
+    assert_eq!(synced.unanswered[0].reason, "forbidden: the caller may not list pods in bank");
     assert_eq!(some.rows.keys().map(|key| &*key.2).collect::<Vec<_>>(), ["a"]);
     world.put("bank", "c", "Running", 0);
     world.put("shop", "d", "Running", 0);
     some.until("the change", |client| client.rows.len() == 2).await;
     assert!(some.rows.keys().all(|key| key.1 == "shop"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn labels_choose_agents_and_those_whose_labels_are_not_known_are_told() {
+    let lab = Lab::new(4);
+    for world in lab.worlds.values() {
+        world.put("shop", "a", "Running", 0);
+    }
+    let mut client = lab.ask(|request| request.agents = "env=prod".to_owned());
+    let synced = client.synced().await.unwrap();
+    assert_eq!(client.rows.keys().map(|key| key.0).collect::<Vec<_>>(), [1]);
+    let gaps: Vec<_> = synced.unanswered.iter().map(|gap| (gap.id, &*gap.reason)).collect();
+    assert_eq!(gaps, [(3, "absent: its kas.yaml is not known")]);
+    // Also one that there is not.
+    let mut client = lab.ask(|request| request.agents = "id=2|99".to_owned());
+    let synced = client.synced().await.unwrap();
+    assert_eq!(client.rows.len(), 1);
+    assert_eq!(synced.unanswered.iter().map(|gap| gap.id).collect::<Vec<_>>(), [99]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -398,4 +418,30 @@ async fn a_summary_counts_objects_of_each_agent() {
             client.rows.get(&(1, String::new(), "1".to_owned())).is_some_and(|row| row[2] == "29")
         })
         .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tally_follows_the_objects_of_a_cluster() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.put("bank", "b", "Pending", 0);
+    let mut tally = super::Tally::new(&lab.hub, world::agent(1));
+    let mut until = async |running: usize, pending: usize| loop {
+        tally.changed().await;
+        let counts = tally.counts();
+        let pods = counts.resources.iter().find(|(name, _)| name == "pods").unwrap();
+        let of = |state: &str| pods.1.get(state).copied().unwrap_or_default();
+        if (of("Running"), of("Pending"), counts.state) == (running, pending, views::AgentState::Live) {
+            break counts;
+        }
+    };
+    assert_eq!(until(1, 1).await.namespaces, 2);
+    world.put("bank", "b", "Running", 0);
+    until(2, 0).await;
+    world.delete("bank", "b");
+    assert_eq!(until(1, 0).await.namespaces, 1);
+    drop(tally);
+    sleep(Duration::from_secs(301)).await;
+    assert_eq!(lab.hub.feeds.lock().len(), 0);
 }

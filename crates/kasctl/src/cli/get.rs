@@ -30,7 +30,7 @@ pub(crate) struct GetArgs {
     /// Name of the view, such as pods
     #[arg(value_name = "VIEW")]
     pub(crate) view: String,
-    /// Which agents: all, or id=7|9, project=3, name=prod-*, joined by commas
+    /// Which agents: all, or id=7|9, project=3, name=prod-*, env=prod, joined by commas
     #[arg(long, value_name = "SELECTOR")]
     pub(crate) agents: String,
     /// Only this namespace; may be repeated [default: all]

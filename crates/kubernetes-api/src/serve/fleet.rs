@@ -249,15 +249,16 @@ impl KubernetesApi {
         if headers.keys().any(|name| is_impersonation(name.as_str())) {
             return Err(Failure::malformed("Impersonate-* headers are not allowed below /fleet/"));
         }
-        about.kind = Some(Kind::Short);
-        about.record.endpoint(|fields| fields.kind = Some(Kind::Short.as_str()));
+        let kind = kind(route, asked.path);
+        about.kind = Some(kind);
+        about.record.endpoint(|fields| fields.kind = Some(kind.as_str()));
         match (route.serves, route.auth) {
             (Serves::Diff, _) => self.diff(about, trust, asked).await,
             (Serves::Fleet(to), Auth::AgentOfPath | Auth::AgentOfQuery) => {
                 self.of_agent(about, trust, asked, Found { to, route, places }).await
             }
             (Serves::Fleet(to), Auth::EachAgent) => {
-                self.of_each(about, trust, asked, Found { to, route, places }).await
+                self.of_each(about, trust, asked, Found { to, route, places }, kind).await
             }
         }
     }
@@ -321,6 +322,7 @@ impl KubernetesApi {
         trust: &Trust,
         asked: Asked<'_, B>,
         found: Found,
+        kind: Kind,
     ) -> Result<Response<Body>, Failure>
     where
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
@@ -360,7 +362,7 @@ impl KubernetesApi {
         about.record.endpoint(|fields| fields.source = Some(source));
         about.record.allowed_at_endpoint(parts.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;
-        let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
+        let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
         let made = match read(body, found.route.most_body, self.open.limits().silent_upload).await {
             Ok(body) => self.ask(about, parts, target, found, body, Arc::new(caller)).await,
             Err(failure) => Err(failure),
@@ -397,6 +399,20 @@ struct Found {
     to: FleetRoute,
     route: &'static Route,
     places: Vec<String>,
+}
+
+/// Returns how long the answer lasts: a view that is watched has no end.
+fn kind(route: &Route, path: &str) -> Kind {
+    let is_watch = |target: Target| target.parameter("watch").is_some_and(|value| is_yes(&value));
+    match route.serves {
+        Serves::Fleet(FleetRoute::View) if target(path).is_ok_and(is_watch) => Kind::Watch,
+        _ => Kind::Short,
+    }
+}
+
+/// Whether a parameter says yes, as the API server reads it.
+fn is_yes(value: &str) -> bool {
+    matches!(value, "1" | "true")
 }
 
 fn target(path: &str) -> Result<Target, Failure> {

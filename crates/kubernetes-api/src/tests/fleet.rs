@@ -13,7 +13,8 @@ use crate::serve::routes::{Auth, ROUTES, Route};
 
 /// A request for a route, whose agent is 7.
 fn request(route: &Route, method: &str, token: Option<&str>) -> Request<Full<Bytes>> {
-    let path = route.pattern.replace("{id}", "7").replace("{selector}", "all").replace("{*}", "query");
+    let path = route.pattern.replace("{id}", "7").replace("{selector}", "all");
+    let path = path.replace("{view}", "pods").replace("{*}", "query");
     let query = if route.auth == Auth::AgentOfQuery { "?agent=7&project=a" } else { "" };
     let mut request = Request::builder().method(method).uri(format!("{path}{query}")).header("host", "kas");
     if let Some(token) = token {

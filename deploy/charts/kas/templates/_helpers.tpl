@@ -200,6 +200,7 @@ observability:
   page:
     enabled: true
     callers: {{ .Values.page.callers }}
+    views: {{ .Values.page.views }}
     hosts: {{ .Values.page.hosts | toJson }}
   {{- end }}
 identity:

@@ -14,6 +14,8 @@ pub struct Page {
     pub viewers: u32,
     /// Whether it shows the names of callers.
     pub callers: bool,
+    /// Whether it shows how many objects the clusters of agents have.
+    pub views: bool,
     /// Host names of this replica in URLs, besides those that no other site can have.
     pub hosts: Vec<String>,
 }
@@ -39,6 +41,11 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
             "Show which callers have watches, exec and other long requests open through agent.kubernetes_api. Otherwise \
              the page shows only how many there are, by kind and by source of the callers.",
         );
+        let views = s.flag(
+            "views",
+            "Show how many nodes, namespaces, workloads and pods the clusters of agents have, and how those are: numbers \
+             only, no names. They are read with the rights of agentk while somebody looks.",
+        );
         let hosts = s.texts(
             "hosts",
             &[],
@@ -49,7 +56,7 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
             s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
         }
-        Page { viewers, callers, hosts }
+        Page { viewers, callers, views, hosts }
     });
     enabled.then_some(page)
 }

@@ -1,7 +1,7 @@
 //! A played API server, and a hub that reads it.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     net::IpAddr,
     sync::{
         Arc,
@@ -15,7 +15,7 @@ use bytes::Bytes;
 use cluster::{AgentMeta, Connection, Connections as _, InMemoryTracker, Lease, Replica};
 use grpc::{Code, Status};
 use identity::{Agent, Authenticated, Identity, IdentityError};
-use ids::{AgentId, ConnectionId, Impersonation, ReplicaId};
+use ids::{AgentId, ConnectionId, ReplicaId};
 use parking_lot::Mutex;
 use process::lifecycle::Lifecycle;
 use prometheus_client::registry::Registry;
@@ -26,9 +26,10 @@ use views::{Definitions, Resource};
 
 use super::super::{
     Hub, HubParts, HubSettings, Question, Selected, Subscription, ViewMetrics,
-    rights::Rights,
-    source::{Answer, Source, Sources, Watched},
+    rights::{May, Rights},
+    source::{Answer, Source, Sources, User, Watched},
 };
+use crate::fleet::{AgentFile, Files};
 
 pub(super) fn agent(number: i64) -> AgentId {
     AgentId::new(number).unwrap()
@@ -61,6 +62,12 @@ pub(super) struct World {
     pub(super) refuses: AtomicUsize,
     /// Whether tables are printed.
     pub(super) prints: AtomicBool,
+    /// The reviews that were asked for: verb, resource and namespace.
+    pub(super) reviews: Mutex<Vec<String>>,
+    /// The reviews that are answered with no.
+    pub(super) denied: Mutex<Vec<String>>,
+    /// Whether reviews are not answered.
+    pub(super) silent: AtomicBool,
 }
 
 impl World {
@@ -76,6 +83,9 @@ impl World {
             cancels: AtomicBool::new(true),
             refuses: AtomicUsize::new(0),
             prints: AtomicBool::new(true),
+            reviews: Mutex::default(),
+            denied: Mutex::default(),
+            silent: AtomicBool::new(false),
         })
     }
 
@@ -194,6 +204,20 @@ impl Source for Arc<World> {
         Ok(Answer { status: 200, body: body.to_string().into() })
     }
 
+    async fn post(&self, _: &str, object: Bytes) -> Result<Answer, Status> {
+        if self.silent.load(Ordering::SeqCst) {
+            return Err(Status::new(Code::Unavailable, "nobody answers"));
+        }
+        let review: Value = serde_json::from_slice(&object).unwrap();
+        let asked = &review["spec"]["resourceAttributes"];
+        let asked =
+            format!("{} {} {}", asked["verb"], asked["resource"], asked["namespace"]).replace('"', "");
+        let is_allowed = !self.denied.lock().contains(&asked);
+        self.reviews.lock().push(asked);
+        let body = json!({"kind": "SelfSubjectAccessReview", "status": {"allowed": is_allowed}});
+        Ok(Answer { status: 201, body: body.to_string().into() })
+    }
+
     async fn watch(&self, target: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
         let target = if self.cancels.load(Ordering::SeqCst) { target } else { for_old };
         self.watches.fetch_add(1, Ordering::SeqCst);
@@ -287,8 +311,26 @@ impl Watched for Watch {
 pub(super) struct Worlds(pub(super) BTreeMap<i64, Arc<World>>);
 
 impl Sources for Worlds {
-    fn open(&self, agent: AgentId, _: Option<Impersonation>) -> Arc<dyn Source> {
+    fn open(&self, agent: AgentId, _: Option<User>) -> Arc<dyn Source> {
         Arc::new(Arc::clone(&self.0[&agent.get()]))
+    }
+}
+
+/// Labels of agents: `env` is `prod` of agent 1, not known of agent 3, and `test` of the others.
+struct Labels;
+
+#[async_trait]
+impl Files for Labels {
+    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Arc<str>>> {
+        let file = |agent: &AgentId| match agent.get() {
+            3 => Err("its kas.yaml is not known".into()),
+            number => {
+                let env = if number == 1 { "prod" } else { "test" };
+                let labels = BTreeMap::from([("env".to_owned(), env.to_owned())]);
+                Ok(Arc::new(AgentFile { labels, ..AgentFile::default() }))
+            }
+        };
+        agents.iter().map(|agent| (*agent, file(agent))).collect()
     }
 }
 
@@ -339,11 +381,17 @@ impl Rights for Played {
         Ok(agents)
     }
 
-    async fn may(&self, _: AgentId, _: &Resource, namespace: Option<&str>) -> Result<bool, Status> {
+    async fn may(&self, _: AgentId, _: &Resource, namespace: Option<&str>) -> Result<May, Status> {
         if self.silent.load(Ordering::SeqCst) {
             return Err(Status::new(Code::Unavailable, "nobody answers"));
         }
-        Ok(self.namespaces.lock().iter().any(|allowed| allowed.is_empty() || Some(&**allowed) == namespace))
+        let is_allowed =
+            self.namespaces.lock().iter().any(|allowed| allowed.is_empty() || Some(&**allowed) == namespace);
+        Ok(if is_allowed {
+            May::Yes
+        } else {
+            May::No(format!("list pods in {}", namespace.unwrap_or("all")))
+        })
     }
 
     fn can_change(&self) -> bool {
@@ -382,6 +430,7 @@ impl Lab {
             tracker: Arc::new(tracker.clone()),
             identity: Arc::new(Known(known.collect(), watch::Sender::new(0))),
             namespaces: Box::new(|_| Vec::new()),
+            files: Arc::new(Labels),
             me: replica.id,
             metrics: Arc::new(ViewMetrics::new(&mut Registry::default())),
             phase: lifecycle.watch(),

@@ -44,6 +44,8 @@ pub enum FleetRoute {
     PrometheusOfAgent,
     /// `/fleet/prometheus/select/{selector}/api/v1/…`: those of many as if they were one.
     PrometheusOfFleet,
+    /// `/fleet/views/{view}`: rows of objects of many agents.
+    View,
 }
 
 /// Reading, and questions in a form.
@@ -75,6 +77,13 @@ pub(crate) const ROUTES: &[Route] = &[
         auth: Auth::EachAgent,
         most_body: FORM,
         serves: Serves::Fleet(FleetRoute::PrometheusOfFleet),
+    },
+    Route {
+        pattern: "/fleet/views/{view}",
+        methods: &["GET"],
+        auth: Auth::EachAgent,
+        most_body: 0,
+        serves: Serves::Fleet(FleetRoute::View),
     },
 ];
 
@@ -134,6 +143,9 @@ mod tests {
             ("/fleet/prometheus/agent/7/api/v1", None),
             ("/fleet/prometheus/select/id=7%7C9,a=b/api/v1/query", Some((fleet, "id=7|9,a=b query"))),
             ("/fleet/prometheus/select/%ff/api/v1/query", None),
+            ("/fleet/views/pods", Some((Serves::Fleet(FleetRoute::View), "pods"))),
+            ("/fleet/views/", Some((Serves::Fleet(FleetRoute::View), ""))),
+            ("/fleet/views/pods/x", None),
         ] {
             let expected = expected.map(|(serves, found)| (serves, found.to_owned()));
             assert_eq!(find(path), expected, "{path}");

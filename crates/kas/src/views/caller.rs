@@ -1,0 +1,147 @@
+//! [`HttpCaller`]: a caller of the HTTP endpoint sees what the API servers say that it may.
+
+use std::{collections::HashSet, sync::Arc};
+
+use async_trait::async_trait;
+use futures_util::{StreamExt as _, stream};
+use grpc::{Code, Status};
+use ids::AgentId;
+use kubernetes_api::{FleetCaller, NotReached};
+use serde::Deserialize;
+use serde_json::json;
+use views::{Resource, table};
+
+use super::{
+    Selected,
+    rights::{May, Rights},
+    source::{Source, Sources, User},
+};
+
+/// Agents about which is asked at once whether the caller may use them.
+const AT_ONCE: usize = 64;
+/// The most agents that GitLab is asked about for a caller whose source cannot list them.
+const MOST_GUESSED: usize = 50;
+const REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
+
+/// A caller of the HTTP endpoint. What it may see of an agent is what the API server answers to reviews of the
+/// access of the identity that its requests have there. Where they run as agentk, it sees what agentk sees.
+pub(super) struct HttpCaller {
+    pub(super) caller: Arc<dyn FleetCaller>,
+    pub(super) sources: Arc<dyn Sources>,
+}
+
+fn status(why: &NotReached) -> Status {
+    let code = match why {
+        NotReached::Unauthenticated => Code::Unauthenticated,
+        NotReached::Forbidden => Code::PermissionDenied,
+        NotReached::Unavailable(_) => Code::Unavailable,
+    };
+    Status::new(code, why.to_string())
+}
+
+#[async_trait]
+impl Rights for HttpCaller {
+    async fn reach(&self, agents: Vec<Selected>) -> Result<Vec<Selected>, Status> {
+        let reachable = self.caller.reachable().await.map_err(|why| status(&why))?;
+        if reachable.agents.is_empty() {
+            return Err(Status::new(Code::PermissionDenied, "this credential gives access to no agent"));
+        }
+        let known: HashSet<AgentId> = reachable.agents.iter().map(|listed| listed.agent.id).collect();
+        let agents: Vec<Selected> = agents.into_iter().filter(|agent| known.contains(&agent.id)).collect();
+        if reachable.is_guess && agents.len() > MOST_GUESSED {
+            let text = format!(
+                "the selector means {} agents, and GitLab must be asked about each with this kind of credential: name at \
+                 most {MOST_GUESSED}, such as id=7|9",
+                agents.len()
+            );
+            return Err(Status::new(Code::InvalidArgument, text));
+        }
+        let asked = agents.into_iter().map(|agent| async move {
+            let authorized = self.caller.authorize(agent.id).await;
+            (agent, authorized.map(drop))
+        });
+        let mut answers = stream::iter(asked).buffered(AT_ONCE);
+        let mut reached = Vec::new();
+        while let Some((agent, answer)) = answers.next().await {
+            match answer {
+                Ok(()) => reached.push(agent),
+                Err(NotReached::Forbidden) => {}
+                Err(other) => return Err(status(&other)),
+            }
+        }
+        Ok(reached)
+    }
+
+    async fn may(&self, agent: AgentId, resource: &Resource, namespace: Option<&str>) -> Result<May, Status> {
+        let authorized = self.caller.authorize(agent).await.map_err(|why| status(&why))?;
+        let Some(identity) = authorized.run_as.impersonation() else { return Ok(May::Yes) };
+        let user = User { identity: identity.clone(), actor: self.caller.actor() };
+        let source = self.sources.open(agent, Some(user));
+        let (list, watch) = tokio::try_join!(
+            review(&*source, "list", resource, namespace),
+            review(&*source, "watch", resource, namespace)
+        )?;
+        let verbs = match (list, watch) {
+            (true, true) => return Ok(May::Yes),
+            (false, true) => "list",
+            (true, false) => "watch",
+            (false, false) => "list and watch",
+        };
+        let place = namespace.map_or_else(|| "all namespaces".to_owned(), |name| format!("namespace {name}"));
+        Ok(May::No(format!("{verbs} {} in {place}", resource.name())))
+    }
+
+    fn can_change(&self) -> bool {
+        true
+    }
+}
+
+#[derive(Deserialize)]
+struct Review {
+    status: Reviewed,
+}
+
+#[derive(Deserialize)]
+struct Reviewed {
+    #[serde(default)]
+    allowed: bool,
+}
+
+/// Asks an API server whether its user may do something. An empty namespace stands for all of them.
+async fn review(
+    source: &dyn Source,
+    verb: &str,
+    resource: &Resource,
+    namespace: Option<&str>,
+) -> Result<bool, Status> {
+    let question = json!({
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": {
+            "verb": verb,
+            "group": resource.group,
+            "resource": resource.plural,
+            "namespace": namespace.unwrap_or_default(),
+        }},
+    });
+    let answer = source.post(REVIEWS, question.to_string().into()).await?;
+    let said = || table::message(&answer.body);
+    match answer.status {
+        200 | 201 => match serde_json::from_slice::<Review>(&answer.body) {
+            Ok(review) => Ok(review.status.allowed),
+            Err(error) => {
+                let text = format!("the API server's answer about what the caller may see: {error}");
+                Err(Status::new(Code::Internal, text))
+            }
+        },
+        // agentk may not impersonate this user, its policy forbids that, or the user is no user there.
+        401 | 403 => {
+            let text = format!("what the caller may see cannot be asked as this user: {}", said());
+            Err(Status::new(Code::PermissionDenied, text))
+        }
+        other => {
+            let text = format!("the API server answered {other} about what the caller may see: {}", said());
+            Err(Status::new(Code::Unavailable, text))
+        }
+    }
+}
