@@ -131,7 +131,8 @@ fn files(config: &Config) -> Findings {
     let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
     let kubernetes = config.agent.kubernetes_api.as_ref();
     let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
-    for (section, listen, what) in listeners.into_iter().chain(private_listener).chain(kubernetes) {
+    let hooks = config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen, "keys and tokens of hooks"));
+    for (section, listen, what) in listeners.into_iter().chain(private_listener).chain(kubernetes).chain(hooks) {
         let Some(files) = &listen.tls else {
             if is_reached_from_elsewhere(listen) {
                 findings.warning(
