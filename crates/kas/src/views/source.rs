@@ -68,6 +68,8 @@ pub(crate) trait Sources: Send + Sync {
 
 /// Those behind tunnels.
 pub(crate) struct Tunnels {
+    /// Whose requests these are, for audit logs: one word.
+    pub(crate) task: &'static str,
     pub(crate) router: Arc<Router>,
     pub(crate) observer: Arc<Observer>,
     /// This replica.
@@ -78,10 +80,10 @@ impl Sources for Tunnels {
     fn open(&self, agent: AgentId, user: Option<Impersonation>) -> Arc<dyn Source> {
         let settings = ClusterSettings {
             agent,
-            task: "views".to_owned(),
-            source: "views",
+            task: self.task.to_owned(),
+            source: self.task,
             // The replica is named, so that the API server's audit log tells watches apart.
-            user_agent: format!("kas/views:{}", self.me),
+            user_agent: format!("kas/{}:{}", self.task, self.me),
             impersonation: user,
             timeout: TIMEOUT,
             find: FIND,
