@@ -258,16 +258,23 @@ async fn every_listener_accepts_only_tls_1_2_and_1_3_with_h2() -> Result<()> {
     private["authentication_secret_file"] = json!(folder.path().join("private"));
     let mut agent = volume.listen();
     agent["websocket"] = json!(true);
+    let mut hooks = volume.listen();
+    hooks["address"] = json!("127.0.0.1:0");
     let kas = Kas::start_with_config(json!({
         "tracker": "gossip",
         "agent": { "listen": agent },
         "api": { "listen": volume.listen() },
         "private_api": { "listen": private },
+        "hooks": { "listen": hooks },
     }))
     .await?;
-    let private: SocketAddr =
-        kas.process.logged("where it serves", |line| line["private"].as_str()?.parse().ok()).await?;
-    for (name, address) in [("agent", kas.agent), ("api", kas.api), ("private", private)] {
+    let (private, hooks): (SocketAddr, SocketAddr) = kas
+        .process
+        .logged("where it serves", |line| {
+            Some((line["private"].as_str()?.parse().ok()?, line["hooks"].as_str()?.parse().ok()?))
+        })
+        .await?;
+    for (name, address) in [("agent", kas.agent), ("api", kas.api), ("private", private), ("hooks", hooks)] {
         for (version, number) in [
             (&rustls::version::TLS12, rustls::ProtocolVersion::TLSv1_2),
             (&rustls::version::TLS13, rustls::ProtocolVersion::TLSv1_3),

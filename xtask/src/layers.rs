@@ -54,8 +54,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("discovery", &["process"]),
     // Reads any program's configuration file; usable alone.
     ("settings", &[]),
+    // News for other programs: the rules, without I/O. Usable alone, except for names.
+    ("sinks", &["ids"]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
-    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings"]),
+    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings", "sinks"]),
     // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
@@ -184,6 +186,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "promql",
             "mailbox",
             "views",
+            "sinks",
         ],
     ),
     // Runs in clusters of others: it must not contain cluster code of kas.
@@ -236,6 +239,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "promql",
             "mailbox",
             "views",
+            "sinks",
             "kas",
         ],
     ),

@@ -10,6 +10,7 @@ mod http2;
 mod kubernetes;
 mod repositories;
 mod requests;
+mod sinks;
 mod tunnels;
 mod view_answers;
 
@@ -24,6 +25,7 @@ pub use self::{
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
+    sinks::sink_events,
     tunnels::{answer_metadata, tunnel_frames, tunnel_states},
     view_answers::view_answers,
 };
@@ -32,7 +34,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 26] = [
+pub const ALL: [Target; 27] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -54,6 +56,7 @@ pub const ALL: [Target; 26] = [
     ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),
+    ("sink_events", sink_events),
     ("tunnel_frames", tunnel_frames),
     ("tunnel_states", tunnel_states),
     ("upgrade", upgrade),

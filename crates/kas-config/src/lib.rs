@@ -52,6 +52,7 @@ pub use self::{
         prometheus::Prometheus,
         redis::{Redis, RedisAddress, RedisPasswords, RedisTarget, RedisTls},
         repositories::{LocalRepository, Place},
+        sinks::{RedisForm, Sink, SinkTarget, Sinks, Webhook},
         tracker::{Replication, Shared, Tracker},
         views::Views,
     },
@@ -88,6 +89,8 @@ pub struct Config {
     pub prometheus: Prometheus,
     /// Rows of objects of agents' clusters.
     pub views: Views,
+    /// Where news of agents goes.
+    pub sinks: Sinks,
 }
 
 impl Config {

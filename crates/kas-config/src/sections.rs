@@ -21,6 +21,7 @@ pub(crate) mod private_api;
 pub(crate) mod prometheus;
 pub(crate) mod redis;
 pub(crate) mod repositories;
+pub(crate) mod sinks;
 pub(crate) mod tracker;
 pub(crate) mod views;
 
@@ -83,7 +84,9 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let identity_file = identity::file(root);
     let (agent, info_cache, entries) = agent::read(root, by_gitlab, kind.not_redis(), state_dir.as_deref());
     let (mut listen, secret_files, says_issuers) = api::read(root);
-    let tracker = tracker::read(root, env, kind, entries);
+    let mut sinks = sinks::read(root);
+    let (tracker, redis) = tracker::read(root, env, kind, entries, sinks.need_redis());
+    sinks.redis = redis;
     let hooks = hooks::read(root);
     let observability = observability::read(root, env, by_gitlab);
     let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
@@ -142,5 +145,6 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         repositories,
         prometheus,
         views,
+        sinks,
     }
 }

@@ -4,6 +4,7 @@ mod previous;
 mod replicas;
 mod secrets;
 mod sections;
+mod sinks;
 mod values;
 
 use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt as _, path::PathBuf, time::Duration};

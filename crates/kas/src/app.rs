@@ -6,6 +6,7 @@ mod hooks;
 mod kubernetes;
 mod part;
 mod reload;
+mod sinks;
 
 use std::{
     io,
@@ -65,6 +66,7 @@ use crate::{
     pushes::Pushes,
     registrar::Registrar,
     replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
+    sinks::{SinkMetrics, TargetError},
     sync,
     views::{self, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
 };
@@ -154,6 +156,14 @@ pub enum StartError {
         index: usize,
         /// Why.
         why: String,
+    },
+    /// A file that a sink names cannot be used any more, although it has just been checked.
+    #[error("sinks.targets[{index}]")]
+    Sink {
+        /// The index of the sink, from 0.
+        index: usize,
+        /// Why.
+        source: TargetError,
     },
     /// Spans cannot be exported.
     #[error("observability.tracing: spans cannot be exported")]
@@ -423,6 +433,7 @@ impl Kas {
         let fleet_metrics = Arc::new(FleetMetrics::new(&mut registry));
         let mailbox_metrics = Arc::new(MailboxMetrics::new(&mut registry));
         let view_metrics = Arc::new(ViewMetrics::new(&mut registry));
+        let sink_metrics = Arc::new(SinkMetrics::new(&mut registry));
         let admin = Admin {
             metrics_path: config.observability.metrics_path.clone(),
             liveness_path: config.observability.liveness_path.clone(),
@@ -544,6 +555,7 @@ impl Kas {
             definitions: views::definitions(&config.views.files)
                 .map_err(|(index, why)| StartError::Views { index, why })?,
             sources: Arc::new(Tunnels {
+                task: "views",
                 router: Arc::clone(&router),
                 observer: Arc::clone(&observer),
                 me: replica.id.clone(),
@@ -559,6 +571,26 @@ impl Kas {
             metrics: view_metrics,
             phase: lifecycle.watch(),
         });
+        let sinks = sinks::part(
+            &config.sinks,
+            sinks::Uses {
+                homes: sinks::HomesUses {
+                    me: replica.id.clone(),
+                    tracker: Arc::clone(&tracker),
+                    sources: Arc::new(Tunnels {
+                        task: "sinks",
+                        router: Arc::clone(&router),
+                        observer: Arc::clone(&observer),
+                        me: replica.id.clone(),
+                    }),
+                    hub: Arc::clone(&hub),
+                    files: Arc::clone(&files),
+                },
+                planners: sync.planners(),
+                metrics: sink_metrics,
+            },
+        )
+        .await?;
         let rate_limit = |name| {
             let limit = RateLimit::new(
                 config.agent.listen.connections_per_token_per_minute,
@@ -622,6 +654,7 @@ impl Kas {
                 .task(Arc::clone(&git.repositories).run())
                 .task(Arc::clone(&pushes).tell(Arc::clone(&tracker), peers)),
         );
+        parts.add(sinks);
         // Before the part of the other replicas: hooks are handed over before this one leaves.
         if let Some(part) = hooks_part {
             parts.add(part);

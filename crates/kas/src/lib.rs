@@ -19,6 +19,7 @@ pub mod preflight;
 pub mod pushes;
 pub mod registrar;
 pub mod replicas;
+pub mod sinks;
 pub mod sync;
 mod timestamp;
 pub mod views;

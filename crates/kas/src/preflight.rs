@@ -15,7 +15,7 @@ use settings::exposure::{self, Exposure};
 use crate::certificates;
 use kas_config::{
     self, ApiSecrets, Audit, AuditOutput, Config, Environment, Identity, Listen, Network, OpenFiles, Problem,
-    Problems, RedisPasswords, RedisTarget, Secrets, Shared, TlsFiles, Tracker, UsersFile, Warning,
+    Problems, Redis, RedisPasswords, RedisTarget, Secrets, SinkTarget, TlsFiles, Tracker, UsersFile, Warning,
 };
 use observe::audit;
 
@@ -65,7 +65,7 @@ fn everything(config: &Config, make: bool) -> Result<(Secrets, Vec<Warning>), Pr
 pub fn check_redis(config: &Config) -> Result<RedisPasswords, Problems> {
     let Tracker::Redis(shared) = &config.tracker else { return Ok(RedisPasswords::default()) };
     let mut findings = Findings::default();
-    redis(shared, config.open_secret_files, &mut findings);
+    redis(&shared.redis, config.open_secret_files, &mut findings);
     match (shared.redis.read_passwords(), Problems::new(findings.problems)) {
         (Ok(passwords), None) => Ok(passwords),
         (Ok(_), Some(problems)) | (Err(problems), None) => Err(problems),
@@ -131,7 +131,10 @@ fn files(config: &Config) -> Findings {
     let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
     let kubernetes = config.agent.kubernetes_api.as_ref();
     let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
-    for (section, listen, what) in listeners.into_iter().chain(private_listener).chain(kubernetes) {
+    let hooks = config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen, "keys and tokens of hooks"));
+    for (section, listen, what) in
+        listeners.into_iter().chain(private_listener).chain(kubernetes).chain(hooks)
+    {
         let Some(files) = &listen.tls else {
             if is_reached_from_elsewhere(listen) {
                 findings.warning(
@@ -211,9 +214,19 @@ fn files(config: &Config) -> Findings {
              numbers of agents and replicas; protect it by a network policy, or listen on 127.0.0.1",
         );
     }
-    if let Tracker::Redis(shared) = &config.tracker {
-        redis(shared, config.open_secret_files, &mut findings);
+    let used = match &config.tracker {
+        Tracker::Redis(shared) => Some(&shared.redis),
+        _ => config.sinks.redis.as_deref(),
+    };
+    if let Some(used) = used {
+        redis(used, config.open_secret_files, &mut findings);
+        if let Err(problems) = used.read_passwords()
+            && !matches!(config.tracker, Tracker::Redis(_))
+        {
+            findings.problems.extend(problems.iter().cloned());
+        }
     }
+    sinks(config, &mut findings);
     if let Err((index, why)) = crate::views::definitions(&config.views.files) {
         let expected = "a file with views: [{name, resources, columns}]";
         findings.problem(format!("views.files[{index}]"), why, expected);
@@ -226,8 +239,8 @@ fn files(config: &Config) -> Findings {
 }
 
 /// Checks the files for the connection to Redis; passwords are read with the secrets.
-fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
-    let tls = shared.redis.tls.as_ref();
+fn redis(redis: &Redis, open: OpenFiles, findings: &mut Findings) {
+    let tls = redis.tls.as_ref();
     let mut can_be_read =
         tls.and_then(|tls| tls.identity.as_ref()).is_none_or(|files| findings.pair("redis.tls", files));
     if let Some(Err(error)) = tls.and_then(|tls| tls.ca.as_ref()).map(|ca| tls::validity(ca)) {
@@ -235,18 +248,42 @@ fn redis(shared: &Shared, open: OpenFiles, findings: &mut Findings) {
         findings.unusable("redis.tls.ca_certificate_file".to_owned(), &error, expected);
         can_be_read = false;
     }
-    if can_be_read && let Err(error) = crate::replicas::redis_backend::check(shared) {
+    if can_be_read && let Err(error) = crate::replicas::redis_backend::check(redis) {
         let expected = "certificates and a key in PEM, and addresses that can be dialled";
         findings.unusable(error.key().to_owned(), &error, expected);
     }
-    if let Some(file) = &shared.redis.password_file {
+    if let Some(file) = &redis.password_file {
         findings.exposure("redis.password_file".to_owned(), "a password", file, open);
     }
-    if let RedisTarget::Sentinel { password_file: Some(file), .. } = &shared.redis.target {
+    if let RedisTarget::Sentinel { password_file: Some(file), .. } = &redis.target {
         findings.exposure("redis.sentinel.sentinel_password_file".to_owned(), "a password", file, open);
     }
     if let Some(files) = tls.and_then(|tls| tls.identity.as_ref()) {
         findings.exposure("redis.tls.key_file".to_owned(), "a private key", &files.key, open);
+    }
+}
+
+/// Checks the files that sinks name.
+fn sinks(config: &Config, findings: &mut Findings) {
+    for (index, sink) in config.sinks.targets.iter().enumerate() {
+        let SinkTarget::Webhook(webhook) = &sink.target else { continue };
+        let key = |key: &str| format!("sinks.targets[{index}].webhook.{key}");
+        if let Some(ca) = &webhook.ca
+            && let Err(error) = tls::client(Some(ca))
+        {
+            findings.unusable(key("ca_certificate_file"), &error, "certificates in PEM");
+        }
+        let Some(file) = &webhook.token_file else { continue };
+        let expected = "a file with a token as text";
+        match std::fs::read(file) {
+            Ok(token) if token.trim_ascii().is_empty() => {
+                findings.problem(key("token_file"), format!("{}: it is empty", file.display()), expected);
+            }
+            Ok(_) => findings.exposure(key("token_file"), "a token", file, config.open_secret_files),
+            Err(error) => {
+                findings.problem(key("token_file"), format!("{}: {error}", file.display()), expected);
+            }
+        }
     }
 }
 

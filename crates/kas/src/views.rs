@@ -53,17 +53,17 @@ use views::{Definitions, Versions};
 pub use self::metrics::ViewMetrics;
 use self::{
     feed::{Feed, FeedKey, Look, What},
-    kind::Kind,
     reader::Reader,
-    source::Sources,
     summary::Pace,
     wake::Wake,
 };
 pub(crate) use self::{
     http::HttpViews,
+    kind::{AgentKind, Permit},
     question::Question,
+    reader::Rest,
     rights::ApiCaller,
-    source::Tunnels,
+    source::{Source, Sources, Tunnels, Watched},
     subscription::Subscription,
     tally::{Counts, Tally},
 };
@@ -155,7 +155,7 @@ pub struct Hub {
     begun: Mutex<BTreeMap<u64, usize>>,
     bytes: AtomicUsize,
     /// Of agents that have had a watch: as many as there are agents.
-    kinds: Mutex<HashMap<AgentId, Arc<Kind>>>,
+    kinds: Mutex<HashMap<AgentId, Arc<AgentKind>>>,
     lookers: AtomicU64,
     callers: Mutex<HashMap<Arc<str>, usize>>,
     summaries: Pace,
@@ -332,7 +332,7 @@ impl Hub {
     }
 
     /// Returns what is known of the agentk of an agent.
-    fn kind_of(&self, agent: AgentId) -> Arc<Kind> {
+    pub(crate) fn kind_of(&self, agent: AgentId) -> Arc<AgentKind> {
         Arc::clone(self.kinds.lock().entry(agent).or_default())
     }
 

@@ -11,6 +11,7 @@ mod flaw;
 pub mod http;
 pub mod io;
 pub mod peers;
+pub mod pinned;
 pub mod proxy;
 mod sync;
 pub mod tls;

@@ -467,6 +467,22 @@ impl Planners {
         Some(AgentSync { waits, projects })
     }
 
+    /// Returns the projects that this replica plans for, each with its agent and without its objects.
+    pub fn all(&self) -> Vec<(Arc<Agent>, ProjectStatus)> {
+        let plans = self.plans();
+        let of_agent = |plan: &AgentPlan| {
+            let statuses: Vec<_> = plan.projects.values().map(|project| project.status.get(false)).collect();
+            (Arc::clone(&plan.agent), statuses)
+        };
+        plans
+            .values()
+            .map(of_agent)
+            .flat_map(|(agent, statuses)| {
+                statuses.into_iter().map(move |status| (Arc::clone(&agent), status))
+            })
+            .collect()
+    }
+
     /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
     /// wait to be pruned.
     pub fn totals(&self) -> [usize; 4] {

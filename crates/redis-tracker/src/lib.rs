@@ -13,6 +13,7 @@ pub mod connect;
 mod keys;
 mod outbox;
 mod projects;
+mod publisher;
 mod reader;
 mod search;
 mod tracker;
@@ -20,6 +21,7 @@ mod value;
 mod writer;
 
 pub use connect::{Address, Connect, Error, Target, Tls};
+pub use publisher::Publisher;
 pub use tracker::{Counted, Counts, Health, Options, RedisTracker};
 #[cfg(feature = "fuzzing")]
 pub use value::decode_all;

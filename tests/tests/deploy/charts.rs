@@ -246,11 +246,13 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
         let is_gossip = !case.values["tracker"].is_string();
         let is_on = case.values["kubernetesApi"]["enabled"] == true;
         let kubernetes: &[(u64, &str)] = if is_on { &[(8154, "TCP")] } else { &[] };
+        let is_on = case.values["hooks"]["enabled"] == true;
+        let hooks: &[(u64, &str)] = if is_on { &[(8156, "TCP")] } else { &[] };
         let private: &[(u64, &str)] =
             if is_gossip { &[(8155, "TCP"), (8155, "UDP")] } else { &[(8155, "TCP")] };
         assert_eq!(
             ports,
-            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], kubernetes, private].concat(),
+            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], kubernetes, private, hooks].concat(),
             "{}",
             case.name
         );

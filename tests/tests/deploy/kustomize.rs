@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::tools::{helm_one, here, output, render, text, yaml};
 
 /// Returns folders, each with the equivalent chart and values.
-fn pairs() -> [(&'static str, &'static str, Value); 7] {
+fn pairs() -> [(&'static str, &'static str, Value); 8] {
     let secrets = json!({
         "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
         "agents": { "existingSecret": "kas-agents" },
@@ -23,6 +23,10 @@ fn pairs() -> [(&'static str, &'static str, Value); 7] {
     let mut redis = secrets.clone();
     redis["tracker"] = "redis".into();
     redis["redis"] = json!({ "address": "redis.example.com:6379", "existingSecret": "kas-redis" });
+    let mut hooks = secrets.clone();
+    hooks["hooks"] =
+        json!({ "enabled": true, "secrets": [{ "agent": 7, "existingSecret": "kas-hooks-of-7" }] });
+    hooks["tls"] = json!({ "hooks": { "existingSecret": "kas-hooks-tls" } });
     let gitlab = json!({
         "secrets": { "privateApi": { "existingSecret": "kas-private-api" } },
         "gitlab": { "address": "https://gitlab.example.com", "existingSecret": "gitlab-kas-secret" },
@@ -37,6 +41,7 @@ fn pairs() -> [(&'static str, &'static str, Value); 7] {
     [
         ("kas/base", "kas", secrets),
         ("kas/overlays/gitlab", "kas", gitlab),
+        ("kas/overlays/hooks", "kas", hooks),
         ("kas/overlays/ingress", "kas", ingress),
         ("kas/overlays/redis", "kas", redis),
         ("agentk/base", "agentk", agentk("read-pods")),

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use testkit::{
     agentk::Agentk,
     http1::{self, Framing, Head},
-    kas::token,
+    kas::{token, write_private},
     kubernetes::Kubernetes,
     mesh::{Mesh, Options},
     process::SOON,
@@ -188,7 +188,7 @@ impl Setup {
         );
         std::fs::write(root.join("config/agents/agent-1/kas.yaml"), hooks)?;
         std::fs::create_dir_all(root.join("secrets/1"))?;
-        std::fs::write(root.join("secrets/1/push"), format!("{SECRET}\n"))?;
+        write_private(&root.join("secrets/1/push"), &format!("{SECRET}\n"))?;
         let config = json!({
             "agent": { "configuration": { "folder": root.join("config"), "poll_period": "1s" } },
             "hooks": { "secrets_dir": root.join("secrets") },

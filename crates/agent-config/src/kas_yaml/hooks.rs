@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use fleet::ServiceAddress;
 use ids::TokenHash;
 use serde_json::{Map, Value};
 
@@ -64,14 +65,8 @@ pub enum Deliver {
 /// A Service that receives hooks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Its namespace.
-    pub namespace: String,
-    /// `http` or `https`.
-    pub scheme: &'static str,
-    /// Its name.
-    pub name: String,
-    /// Its port, by number or name.
-    pub port: String,
+    /// Where it is.
+    pub address: ServiceAddress,
     /// The path of the request; it begins with `/`.
     pub path: String,
 }
@@ -118,7 +113,7 @@ impl Deliver {
     /// Returns the namespace that it changes or calls; `None`: the object has none.
     pub fn namespace(&self) -> Option<&str> {
         match self {
-            Self::Service(service) => Some(&service.namespace),
+            Self::Service(service) => Some(service.address.namespace()),
             Self::Annotate(annotate) => annotate.namespace.as_deref(),
         }
     }
@@ -126,9 +121,7 @@ impl Deliver {
     /// Describes it in a few words, for a person. The path is left out: it may be a secret.
     pub fn describe(&self) -> String {
         match self {
-            Self::Service(Service { namespace, name, port, .. }) => {
-                format!("service {namespace}/{name}:{port}")
-            }
+            Self::Service(Service { address, .. }) => format!("service {address}"),
             Self::Annotate(Annotate { plural, namespace, name, .. }) => match namespace {
                 Some(namespace) => format!("{plural} {namespace}/{name}"),
                 None => format!("{plural} {name}"),
@@ -290,19 +283,23 @@ fn deliver(place: &Place, value: &Value) -> Result<Deliver, String> {
 }
 
 fn service(place: &Place, map: &Map<String, Value>) -> Result<Service, String> {
-    let expected = "a namespace, a name and a port, such as flux-system/webhook-receiver:80";
-    let text = place.text(map, "service", expected, |_| true)?;
-    let parts = text.split_once('/').and_then(|(ns, rest)| Some((ns, rest.rsplit_once(':')?)));
-    let Some((namespace, (name, port))) = parts else { return Err(place.of("service").wrong(expected)) };
-    if !is_label(namespace) || !is_label(name) || !is_port(port) {
-        return Err(place.of("service").wrong(expected));
-    }
-    let scheme = match map.get("scheme") {
-        None => "http",
-        Some(Value::String(scheme)) if scheme == "http" => "http",
-        Some(Value::String(scheme)) if scheme == "https" => "https",
+    let expected = "a Service as namespace/name:port, such as flux-system/webhook-receiver:80, or \
+                    web/https:app:443 for one that speaks TLS";
+    let is_right = |text: &str| text.parse::<ServiceAddress>().is_ok();
+    let mut text = place.text(map, "service", expected, is_right)?;
+    match map.get("scheme") {
+        None => {}
+        Some(Value::String(scheme)) if scheme == "http" || scheme == "https" => {
+            let scheme = format!("/{scheme}:");
+            if text.matches(':').count() > 1 {
+                let other = "http or https once: service has a scheme, too";
+                return Err(place.of("scheme").wrong(other));
+            }
+            text = text.replacen('/', &scheme, 1);
+        }
         Some(_) => return Err(place.of("scheme").wrong("http or https")),
-    };
+    }
+    let address = text.parse().map_err(|_| place.of("service").wrong(expected))?;
     let path = match map.get("path") {
         None => "/".to_owned(),
         Some(_) => place.text(
@@ -312,13 +309,7 @@ fn service(place: &Place, map: &Map<String, Value>) -> Result<Service, String> {
             is_path,
         )?,
     };
-    Ok(Service {
-        namespace: namespace.to_owned(),
-        scheme,
-        name: name.to_owned(),
-        port: port.to_owned(),
-        path,
-    })
+    Ok(Service { address, path })
 }
 
 fn annotate(place: &Place, value: &Value) -> Result<Annotate, String> {
@@ -372,13 +363,6 @@ fn is_subdomain(text: &str) -> bool {
     (1..=LONGEST_OBJECT).contains(&text.len()) && text.split('.').all(is_label)
 }
 
-fn is_port(text: &str) -> bool {
-    match text.parse::<u16>() {
-        Ok(port) => port != 0 && text.bytes().all(|byte| byte.is_ascii_digit()),
-        Err(_) => text.len() <= 15 && is_label(text) && text.bytes().any(|byte| byte.is_ascii_lowercase()),
-    }
-}
-
 fn is_path(text: &str) -> bool {
     let is_right = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/".contains(&byte);
     text.len() <= LONGEST_PATH
@@ -427,12 +411,18 @@ mod tests {
             [
                 "service flux-system/webhook-receiver:80",
                 "gitrepositories flux-system/app",
-                "service a/b:web",
+                "service a/https:b:web",
                 "nodes n1"
             ]
         );
         let Deliver::Service(service) = &hooks.find("flux").unwrap().deliver else { panic!() };
-        assert_eq!((service.scheme, &*service.path), ("http", "/hook/4f2a"));
+        assert_eq!((service.address.is_https(), &*service.path), (false, "/hook/4f2a"));
+        let other = parsed(&format!(
+            "{{name: a, verify: {{target: '{TARGET}'}}, deliver: {{service: 'a/https:b:1'}}}}"
+        ))
+        .unwrap();
+        let Deliver::Service(service) = &other.list()[0].deliver else { panic!() };
+        assert_eq!(service.address.proxied(), "https:b:1");
         assert_eq!(Hooks::from_json(hooks.json().as_bytes()), Ok(hooks.clone()));
         assert_eq!(Hooks::from_json(b""), Ok(Hooks::default()));
         assert!(Hooks::from_json(b"{").is_err());
@@ -464,6 +454,10 @@ mod tests {
             (format!("{{name: a, {verify}, deliver: {{service: 'a/b:80', path: '/?a=b'}}}}"), "deliver.path"),
             (format!("{{name: a, {verify}, deliver: {{service: 'a/b:80', path: '/%2e'}}}}"), "deliver.path"),
             (format!("{{name: a, {verify}, deliver: {{service: 'a/b:80', scheme: ftp}}}}"), "deliver.scheme"),
+            (
+                format!("{{name: a, {verify}, deliver: {{service: 'a/https:b:80', scheme: http}}}}"),
+                "deliver.scheme",
+            ),
             (
                 format!(
                     "{{name: a, {verify}, deliver: {{annotate: {{resource: x, name: y, annotation: z}}}}}}"

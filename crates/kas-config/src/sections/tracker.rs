@@ -136,8 +136,14 @@ pub(super) fn kind(root: &mut Section<'_, '_>) -> Kind {
     }
 }
 
-/// Declares the sections for several replicas.
-pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, entries: Entries) -> Tracker {
+/// Declares the sections for several replicas. `for_sinks`: a sink needs Redis, which is returned then.
+pub(super) fn read(
+    root: &mut Section<'_, '_>,
+    env: &Environment,
+    kind: Kind,
+    entries: Entries,
+    for_sinks: bool,
+) -> (Tracker, Option<Box<Redis>>) {
     let private_api = private_api::read(root, kind != Kind::Memory, kind.idle());
     // Without these keys, only the listener can have made `tracker` gossip, so it cannot be missing.
     if (kind != Kind::Memory || root.has("private_api"))
@@ -159,22 +165,33 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, en
     let discovery = discovery::read(root, port.unwrap_or(8155), kind.not_gossip());
     let gossip = gossip::read(root, kind.not_gossip());
     let table_ttl = table_ttl(root, kind);
-    let redis = redis::read(root, kind.not_redis());
-    if kind == Kind::Redis && !root.has("redis") && !root.is_refused("redis") {
+    let redis = redis::read(root, if for_sinks { None } else { kind.not_redis() });
+    let because = match kind {
+        Kind::Redis => Some("tracker is redis"),
+        _ if for_sinks => Some("a sink of the section sinks needs it"),
+        _ => None,
+    };
+    if let Some(because) = because
+        && !root.has("redis")
+        && !root.is_refused("redis")
+    {
         root.refuse(
             "redis",
-            "where Redis is, because tracker is redis:\nredis:\n  server:\n    address: redis.example.com:6379",
+            format!(
+                "where Redis is, because {because}:\nredis:\n  server:\n    address: redis.example.com:6379"
+            ),
         );
     }
+    let shared = for_sinks.then(|| Box::new(redis.clone()));
     if kind == Kind::Memory {
-        return Tracker::Memory;
+        return (Tracker::Memory, shared);
     }
     let tls = private_api.listen.tls.is_some();
     let advertise = private_api::advertised(root, env, private_api.advertise.clone(), tls);
     let private_api = PrivateApi { advertise, ..private_api };
     if kind == Kind::Redis {
         let Entries { ttl, refresh, gc } = entries;
-        return Tracker::Redis(Box::new(Shared {
+        let tracker = Tracker::Redis(Box::new(Shared {
             private_api,
             redis,
             ttl: table_ttl,
@@ -182,11 +199,12 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment, kind: Kind, en
             entry_refresh: refresh,
             entry_gc: gc,
         }));
+        return (tracker, shared);
     }
     if discovery == Discovery::None && !root.is_refused("discovery") {
         alone(root, &private_api);
     }
-    Tracker::Gossip(Box::new(Replication { private_api, discovery, gossip, table_ttl }))
+    (Tracker::Gossip(Box::new(Replication { private_api, discovery, gossip, table_ttl })), shared)
 }
 
 /// Declares the section `table`.

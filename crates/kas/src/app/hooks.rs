@@ -56,6 +56,7 @@ pub(super) fn part(
     let desk = Desk::new(Parts {
         post: Arc::clone(&post),
         config: bound.section.clone(),
+        open_files: config.open_secret_files,
         observer: Arc::clone(&observer),
         metrics,
     });

@@ -4,10 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use agent_config::kas_yaml::hooks::{Annotate, Deliver as Way, Hook, Service};
 use async_trait::async_trait;
-use cluster_call::{Cluster, ClusterSettings, Request};
+use cluster_call::{Cluster, ClusterSettings, Request, ServiceRequest};
 use grpc::{Code, Outcome, Status};
-use http::Method;
-use kube_request::{Target, headers::canonical};
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
+use kube_request::Target;
 use mailbox::{Definition, Delivery, Message};
 use observe::Observer;
 use routing::router::Router;
@@ -57,10 +57,6 @@ impl Deliver for Delivering {
         let Some(hook) = hooks.find(&message.hook) else {
             return Sent::Dead("kas.yaml has no such hook any more".to_owned());
         };
-        let request = match request(hook, &message, attempt) {
-            Ok(request) => request,
-            Err(flaw) => return Sent::Dead(flaw),
-        };
         let user_agent = message.headers.iter().find(|(name, _)| &**name == "user-agent");
         let user_agent = user_agent.and_then(|(_, value)| std::str::from_utf8(value).ok());
         let settings = ClusterSettings {
@@ -76,8 +72,8 @@ impl Deliver for Delivering {
         };
         let Receivers { router, observer } = &self.receivers;
         let cluster = Cluster::new(Arc::clone(router), Arc::clone(observer), settings);
-        match cluster.send(request).await {
-            Ok(answer) => judge(answer.status, &answer.body),
+        match send(&cluster, hook, &message, attempt).await {
+            Ok(sent) => sent,
             Err(status) => match failure(&status) {
                 Failed::NotSent(why) if router.finds(message.agent).await.unwrap_or(true) => Sent::Again(why),
                 Failed::NotSent(_) => Sent::Absent,
@@ -88,20 +84,32 @@ impl Deliver for Delivering {
     }
 }
 
-/// Returns what an answer means.
-fn judge(status: i32, body: &[u8]) -> Sent {
-    let why = || {
-        let text: String = String::from_utf8_lossy(body.get(..1_024).unwrap_or(body)).into_owned();
-        // Of the API server's own errors, the message is enough.
-        let message = serde_json::from_slice::<serde_json::Value>(body).ok();
-        let message =
-            message.as_ref().filter(|it| it["kind"] == "Status").and_then(|it| it["message"].as_str());
-        match message {
-            Some(message) => format!("{status}: {}", message.chars().take(REASON).collect::<String>()),
+/// Sends a hook, and returns what the answer means.
+async fn send(cluster: &Cluster, hook: &Hook, message: &Message, attempt: u32) -> Result<Sent, Status> {
+    match &hook.deliver {
+        Way::Service(Service { address, path }) => {
+            let headers = headers(message, attempt);
+            let (service, body) = (address, message.body.clone());
+            let request = ServiceRequest { service, method: Method::POST, path, headers: &headers, body };
+            let answer = cluster.call_service(request).await?;
             // What a receiver says may repeat the hook.
-            None if text.is_empty() => status.to_string(),
-            None => format!("{status} of the receiver"),
+            Ok(judge(answer.status.as_u16(), answer.refused.as_deref(), "of the receiver"))
         }
+        Way::Annotate(annotate) => {
+            let answer = cluster.send(patch(annotate, message)?).await?;
+            let status = u16::try_from(answer.status).unwrap_or_default();
+            let read = serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
+            let why = read.as_ref().filter(|it| it["kind"] == "Status").and_then(|it| it["message"].as_str());
+            Ok(judge(status, why, "of the API server"))
+        }
+    }
+}
+
+/// Returns what an answer means. `refused` is what the API server says.
+fn judge(status: u16, refused: Option<&str>, of: &str) -> Sent {
+    let why = || match refused {
+        Some(message) => format!("{status}: {}", message.chars().take(REASON).collect::<String>()),
+        None => format!("{status} {of}"),
     };
     match status {
         200..=299 => Sent::Done,
@@ -127,37 +135,41 @@ fn failure(status: &Status) -> Failed {
     }
 }
 
-/// Returns the request that delivers a hook.
-///
-/// # Errors
-/// If there can be no such request.
-fn request(hook: &Hook, message: &Message, attempt: u32) -> Result<Request, String> {
-    let target = |path: &str| Target::parse(path.to_owned()).map_err(|error| format!("the path: {error}"));
-    match &hook.deliver {
-        Way::Service(Service { namespace, scheme, name, port, path }) => {
-            let path = format!("/api/v1/namespaces/{namespace}/services/{scheme}:{name}:{port}/proxy{path}");
-            let mut request = Request::new(Method::POST, target(&path)?);
-            request.body = message.body.clone();
-            for (name, value) in message.headers.iter().filter(|(name, _)| &**name != "user-agent") {
-                // Others than text cannot pass a tunnel.
-                if let Ok(value) = std::str::from_utf8(value) {
-                    request = request.header(&canonical(name), value);
-                }
-            }
-            let id = message.id.to_string();
-            Ok(request.header("Kas-Hook-Id", id).header("Kas-Hook-Attempt", attempt.to_string()))
-        }
-        Way::Annotate(Annotate { group, version, plural, namespace, name, annotation }) => {
-            let root =
-                if group.is_empty() { format!("/api/{version}") } else { format!("/apis/{group}/{version}") };
-            let space = namespace.as_ref().map_or_else(String::new, |it| format!("/namespaces/{it}"));
-            let path = format!("{root}{space}/{plural}/{name}?fieldManager={MANAGER}");
-            let patch = json!({ "metadata": { "annotations": { annotation: message.id.to_string() } } });
-            let mut request = Request::new(Method::PATCH, target(&path)?);
-            request.body = patch.to_string().into();
-            Ok(request.header("Content-Type", "application/merge-patch+json"))
+/// Returns the headers of a hook for its Service.
+fn headers(message: &Message, attempt: u32) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    // The user agent is that of the request.
+    for (name, value) in message.headers.iter().filter(|(name, _)| &**name != "user-agent") {
+        // Others than text cannot pass a tunnel.
+        let is_text = value.iter().all(|byte| matches!(byte, b'\t' | b' '..=b'~'));
+        if let (Ok(name), Ok(value), true) =
+            (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value), is_text)
+        {
+            headers.append(name, value);
         }
     }
+    if let Ok(id) = HeaderValue::from_str(&message.id.to_string()) {
+        headers.insert(HeaderName::from_static("kas-hook-id"), id);
+    }
+    headers.insert(HeaderName::from_static("kas-hook-attempt"), HeaderValue::from(attempt));
+    headers
+}
+
+/// Returns the request that annotates an object.
+///
+/// # Errors
+/// If its path cannot be sent.
+fn patch(annotate: &Annotate, message: &Message) -> Result<Request, Status> {
+    let Annotate { group, version, plural, namespace, name, annotation } = annotate;
+    let root = if group.is_empty() { format!("/api/{version}") } else { format!("/apis/{group}/{version}") };
+    let space = namespace.as_ref().map_or_else(String::new, |it| format!("/namespaces/{it}"));
+    let path = format!("{root}{space}/{plural}/{name}?fieldManager={MANAGER}");
+    let target = Target::parse(path)
+        .map_err(|error| Status::new(Code::InvalidArgument, format!("the path: {error}")))?;
+    let patch = json!({ "metadata": { "annotations": { annotation: message.id.to_string() } } });
+    let mut request = Request::new(Method::PATCH, target);
+    request.body = patch.to_string().into();
+    Ok(request.header("Content-Type", "application/merge-patch+json"))
 }
 
 #[cfg(test)]
@@ -198,21 +210,17 @@ mod tests {
 
     #[test]
     fn a_service_gets_the_hook_as_it_came() {
-        let hook = of("{service: 'flux-system/webhook-receiver:80', path: /hook/4f2a}");
-        let request = request(&hook, &message(), 3).unwrap();
-        assert_eq!((request.method, &request.body[..]), (Method::POST, &b"{}"[..]));
-        assert_eq!(
-            request.target.path(),
-            "/api/v1/namespaces/flux-system/services/http:webhook-receiver:80/proxy/hook/4f2a"
-        );
-        let headers: Vec<_> = request.headers.iter().map(|(name, value)| (&**name, &**value)).collect();
+        let headers = headers(&message(), 3);
+        let mut headers: Vec<_> =
+            headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+        headers.sort_unstable();
         assert_eq!(
             headers,
             [
-                ("Content-Type", "application/json"),
-                ("X-Github-Event", "push"),
-                ("Kas-Hook-Id", "00000000000000000000000000000001"),
-                ("Kas-Hook-Attempt", "3"),
+                ("content-type", "application/json"),
+                ("kas-hook-attempt", "3"),
+                ("kas-hook-id", "00000000000000000000000000000001"),
+                ("x-github-event", "push"),
             ]
         );
     }
@@ -223,7 +231,8 @@ mod tests {
             "{annotate: {resource: source.toolkit.fluxcd.io/v1/gitrepositories, namespace: apps, name: app, \
                        annotation: reconcile.fluxcd.io/requestedAt}}",
         );
-        let request = request(&hook, &message(), 1).unwrap();
+        let Way::Annotate(annotate) = &hook.deliver else { panic!("{hook:?}") };
+        let request = patch(annotate, &message()).unwrap();
         assert_eq!(request.method, Method::PATCH);
         assert_eq!(
             request.target.path(),
@@ -236,16 +245,17 @@ mod tests {
 
     #[test]
     fn only_what_may_succeed_later_is_tried_again() {
-        assert_eq!(judge(204, b""), Sent::Done);
+        let of = "of the receiver";
+        assert_eq!(judge(204, None, of), Sent::Done);
         for status in [408, 429, 500, 503] {
-            assert!(matches!(judge(status, b"x"), Sent::Again(_)), "{status}");
+            assert!(matches!(judge(status, None, of), Sent::Again(_)), "{status}");
         }
-        for status in [301, 400, 401, 403, 404, 100] {
-            assert!(matches!(judge(status, b"x"), Sent::Dead(_)), "{status}");
+        for status in [301, 400, 401, 403, 404, 100, 0] {
+            assert!(matches!(judge(status, None, of), Sent::Dead(_)), "{status}");
         }
-        let of_kubernetes = br#"{"kind":"Status","message":"services \"a\" is forbidden"}"#;
-        assert_eq!(judge(403, of_kubernetes), Sent::Dead("403: services \"a\" is forbidden".to_owned()));
-        assert_eq!(judge(400, b"secret"), Sent::Dead("400 of the receiver".to_owned()));
+        let refused = Some("services \"a\" is forbidden");
+        assert_eq!(judge(403, refused, of), Sent::Dead("403: services \"a\" is forbidden".to_owned()));
+        assert_eq!(judge(400, None, of), Sent::Dead("400 of the receiver".to_owned()));
         let of = |code, outcome: Option<Outcome>| {
             let status = Status::new(code, "x");
             failure(&match outcome {

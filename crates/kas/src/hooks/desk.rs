@@ -36,6 +36,8 @@ pub(crate) struct Parts {
     pub(crate) post: Arc<Post>,
     /// The section `hooks`.
     pub(crate) config: kas_config::Hooks,
+    /// What is done with a secret that everyone on this host may read.
+    pub(crate) open_files: kas_config::OpenFiles,
     /// Writes the audit log.
     pub(crate) observer: Arc<Observer>,
     /// Counts.
@@ -89,10 +91,10 @@ pub(super) enum Told {
 
 impl Desk {
     pub(crate) fn new(parts: Parts) -> Arc<Self> {
-        let Parts { post, config, observer, metrics } = parts;
+        let Parts { post, config, open_files, observer, metrics } = parts;
         Arc::new(Self {
             post,
-            secrets: Secrets::new(config.secrets),
+            secrets: Secrets::new(config.secrets, open_files),
             metrics,
             largest: config.body as usize,
             observer,

@@ -19,6 +19,7 @@ use tokio::{
 
 use super::{
     desk::{Arrived, Desk, Told},
+    routes::{Auth, Route},
     verify,
 };
 use crate::{
@@ -27,7 +28,6 @@ use crate::{
 };
 
 const ACCEPT: &str = "/kas.internal.v1.Mailbox/Accept";
-const PREFIX: &str = "/hooks/v1/";
 /// Hooks that are read and verified at once.
 const AT_ONCE: usize = 100;
 /// Bytes of their bodies, in KiB: as many as a replica keeps.
@@ -89,7 +89,11 @@ impl HookListener {
             Ok(Err(_)) => return Err(Refused::Broken),
             Err(_) => return Err(Refused::Slow),
         };
-        let Place { agent, hook, key } = place;
+        let Place { agent, hook, key, auth } = place;
+        match auth {
+            // The home verifies it.
+            Auth::OfHook => {}
+        }
         Ok(self.ask(Arrived { id: MessageId(rand::random()), agent, hook, headers, body, key, peer }).await)
     }
 
@@ -186,17 +190,18 @@ struct Place {
     agent: AgentId,
     hook: String,
     key: String,
+    auth: Auth,
 }
 
 impl Place {
     fn of(method: &Method, uri: &http::Uri) -> Result<Self, Refused> {
-        let rest = uri.path().strip_prefix(PREFIX).ok_or(Refused::NotFound)?;
-        let (agent, hook) = rest.split_once('/').ok_or(Refused::NotFound)?;
+        let (route, segments) = Route::find(uri.path()).ok_or(Refused::NotFound)?;
+        let [agent, hook] = segments.as_slice() else { return Err(Refused::NotFound) };
         let agent = agent.parse().map_err(|_| Refused::NotFound)?;
         if !agent_config::kas_yaml::hooks::is_file_name(hook) {
             return Err(Refused::NotFound);
         }
-        if *method != Method::POST {
+        if method.as_str() != route.method {
             return Err(Refused::Method);
         }
         let mut keys = uri.query().unwrap_or("").split('&').filter_map(|pair| pair.strip_prefix("key="));
@@ -205,7 +210,7 @@ impl Place {
             (Some(key), None) => key,
             _ => "",
         };
-        Ok(Self { agent, hook: hook.to_owned(), key: key.to_owned() })
+        Ok(Self { agent, hook: (*hook).to_owned(), key: key.to_owned(), auth: route.auth })
     }
 }
 

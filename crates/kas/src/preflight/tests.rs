@@ -457,3 +457,43 @@ fn an_invalid_key_does_not_hide_problems_with_files() {
     );
     assert!(check_text("", &env).is_ok());
 }
+
+#[test]
+fn the_files_of_sinks_and_of_the_hooks_listener_are_checked() {
+    let files = Files::new(&[("a", SECRET_A), ("token", "t"), ("empty", " \n"), ("open", "t")]);
+    fs::set_permissions(files.path("open"), fs::Permissions::from_mode(0o644)).unwrap();
+    let env = Environment { kas_state_dir: Some(files.0.path().into()), ..Environment::default() };
+    let told = |webhook: &str| -> Vec<String> {
+        let secret = files.path("a");
+        let yaml = format!(
+            "{{api: {{listen: {{authentication_secret_file: {secret:?}}}}}, sinks: {{targets: [{{name: a, agents: all, \
+             news: [events], webhook: {{url: 'https://example.com', {webhook}}}}}]}}}}"
+        );
+        match check_text(&yaml, &env) {
+            Ok(warnings) => warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            Err(problems) => problems.iter().map(ToString::to_string).collect(),
+        }
+    };
+    assert_eq!(told(&format!("token_file: {:?}", files.path("token"))), [""; 0]);
+    for (name, what) in
+        [("empty", "it is empty"), ("absent", "absent"), ("open", "everyone on this host may read")]
+    {
+        let found = told(&format!("token_file: {:?}", files.0.path().join(name)));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(
+            found[0].starts_with("sinks.targets[0].webhook.token_file") && found[0].contains(what),
+            "{found:?}"
+        );
+    }
+    let found = told(&format!("ca_certificate_file: {:?}", files.path("token")));
+    assert!(found[0].starts_with("sinks.targets[0].webhook.ca_certificate_file"), "{found:?}");
+
+    let key = files.0.path().join("absent.key");
+    let yaml = format!(
+        "{{api: {{listen: {{authentication_secret_file: {:?}}}}}, hooks: {{listen: {{certificate_file: {key:?}, key_file: \
+         {key:?}}}}}}}",
+        files.path("a")
+    );
+    let problems = check_text(&yaml, &env).unwrap_err().to_string();
+    assert!(problems.contains("hooks.listen.certificate_file"), "{problems}");
+}

@@ -121,7 +121,11 @@ fn check_tls(tls: &kas_config::RedisTls) -> Result<(), net::tls::Error> {
     }
 }
 
-fn connect(redis: &kas_config::Redis, passwords: RedisPasswords) -> Result<Connect, Error> {
+/// Returns the settings of a connection. Certificates are read now.
+///
+/// # Errors
+/// If a file cannot be used.
+pub(crate) fn connect(redis: &kas_config::Redis, passwords: RedisPasswords) -> Result<Connect, Error> {
     let tls = redis
         .tls
         .as_ref()
@@ -197,8 +201,8 @@ pub async fn addresses(redis: &kas_config::Redis) -> HashSet<SocketAddr> {
 ///
 /// # Errors
 /// See [`Error`].
-pub fn check(config: &kas_config::Shared) -> Result<(), Error> {
-    let connect = connect(&config.redis, RedisPasswords::default())?;
+pub fn check(redis: &kas_config::Redis) -> Result<(), Error> {
+    let connect = connect(redis, RedisPasswords::default())?;
     let me = Replica { id: ReplicaId::new("check"), address: Arc::default() };
     RedisTracker::new(me, redis_tracker::Options::new(connect, 0)).map(drop).map_err(Error::Redis)
 }

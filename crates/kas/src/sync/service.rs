@@ -90,6 +90,11 @@ impl SyncService {
         Arc::clone(&self.held)
     }
 
+    /// Returns the planners of this replica.
+    pub(crate) fn planners(&self) -> Arc<Planners> {
+        Arc::clone(&self.planners)
+    }
+
     /// Counts the projects that this replica plans for: all, degraded, failed, and those of which objects
     /// wait to be pruned.
     pub(crate) fn totals(&self) -> [usize; 4] {

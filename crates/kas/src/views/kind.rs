@@ -9,7 +9,7 @@ const WATCHES: usize = 4;
 
 /// What is known of the agentk of an agent.
 #[derive(Debug)]
-pub(super) struct Kind {
+pub(crate) struct AgentKind {
     /// Whether it can cancel requests; `None`: that is not known yet.
     cancels: watch::Sender<Option<bool>>,
     watches: Arc<Semaphore>,
@@ -17,7 +17,7 @@ pub(super) struct Kind {
 
 /// Whether a watch may be opened.
 #[derive(Debug)]
-pub(super) enum Permit {
+pub(crate) enum Permit {
     /// As many as there are: each can be cancelled.
     NotNeeded,
     /// This one, which must be kept until the watch has ended.
@@ -26,19 +26,19 @@ pub(super) enum Permit {
     None,
 }
 
-impl Default for Kind {
+impl Default for AgentKind {
     fn default() -> Self {
         Self { cancels: watch::Sender::new(None), watches: Arc::new(Semaphore::new(WATCHES)) }
     }
 }
 
-impl Kind {
+impl AgentKind {
     /// Returns whether a watch may be opened. Until it is known whether the agentk can cancel requests, it
     /// waits for a permit.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(super) async fn may_watch(&self) -> Permit {
+    pub(crate) async fn may_watch(&self) -> Permit {
         let mut known = self.cancels.subscribe();
         loop {
             let cancels = *known.borrow_and_update();
@@ -61,7 +61,7 @@ impl Kind {
     }
 
     /// Notes whether the agentk can cancel requests.
-    pub(super) fn cancels(&self, cancels: bool) {
+    pub(crate) fn cancels(&self, cancels: bool) {
         self.cancels.send_if_modified(|known| known.replace(cancels) != Some(cancels));
     }
 

@@ -438,9 +438,9 @@ impl Reader {
 }
 
 /// A watch that cannot be cancelled, and its permit. What is left of it is read when this is dropped.
-struct Rest {
-    watched: Option<Box<dyn Watched>>,
-    permit: Option<OwnedSemaphorePermit>,
+pub(crate) struct Rest {
+    pub(crate) watched: Option<Box<dyn Watched>>,
+    pub(crate) permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Drop for Rest {

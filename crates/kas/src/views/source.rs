@@ -83,6 +83,8 @@ pub(crate) struct User {
 
 /// Those behind tunnels.
 pub(crate) struct Tunnels {
+    /// Whose requests these are, for audit logs: one word.
+    pub(crate) task: &'static str,
     pub(crate) router: Arc<Router>,
     pub(crate) observer: Arc<Observer>,
     /// This replica.
@@ -94,10 +96,10 @@ impl Sources for Tunnels {
         let (impersonation, actor) = user.map(|User { identity, actor }| (identity, actor)).unzip();
         let settings = ClusterSettings {
             agent,
-            task: "views".to_owned(),
-            source: "views",
+            task: self.task.to_owned(),
+            source: self.task,
             // The replica is named, so that the API server's audit log tells watches apart.
-            user_agent: format!("kas/views:{}", self.me),
+            user_agent: format!("kas/{}:{}", self.task, self.me),
             impersonation,
             timeout: TIMEOUT,
             find: FIND,

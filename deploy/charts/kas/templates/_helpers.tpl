@@ -174,6 +174,22 @@ private_api:
     {{- end }}
   # Empty: POD_IP is used.
   advertise: ""
+{{- if .Values.hooks.enabled }}
+hooks:
+  listen:
+    network: tcp
+    address: ":8156"
+    {{- if .Values.tls.hooks.existingSecret }}
+    certificate_file: /etc/kas/tls/hooks/tls.crt
+    key_file: /etc/kas/tls/hooks/tls.key
+    {{- else }}
+    certificate_file: ""
+    key_file: ""
+    {{- end }}
+  {{- if .Values.hooks.secrets }}
+  secrets_dir: /etc/kas/hook-secrets
+  {{- end }}
+{{- end }}
 {{- if eq .Values.tracker "redis" }}
 {{- if or .Values.redis.address .Values.redis.existingSecret }}
 redis:
@@ -312,6 +328,17 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- end -}}
 {{- if and .Values.tls.privateApi.verifyClients (not .Values.tls.privateApi.existingSecret) -}}
 {{- fail "tls.privateApi.verifyClients needs tls.privateApi.existingSecret, with tls.crt, tls.key and ca.crt" -}}
+{{- end -}}
+{{- $agents := dict -}}
+{{- range .Values.hooks.secrets -}}
+{{- $agent := toString (int64 .agent) -}}
+{{- if hasKey $agents $agent -}}
+{{- fail (printf "hooks.secrets has agent %s twice: put all of its secrets into one Secret" $agent) -}}
+{{- end -}}
+{{- $_ := set $agents $agent true -}}
+{{- end -}}
+{{- if and (not .Values.hooks.enabled) .Values.hooks.secrets -}}
+{{- fail "hooks.secrets has no effect without hooks.enabled" -}}
 {{- end -}}
 {{- with .Values.kubernetesApi -}}
 {{- if and .users .existingSecret -}}

@@ -1,0 +1,374 @@
+//! Reads the Kubernetes events of an agent: a list, then a watch from there on, again and again. The API
+//! server keeps its events for an hour, so whoever becomes the home of the agent finds what the home before
+//! has not told.
+
+use std::{fmt::Write as _, sync::Arc, time::Duration};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use grpc::{Code, Status};
+use kube_request::escape;
+use parking_lot::Mutex;
+use sinks::{
+    Kind, Pace,
+    kubernetes::{self, KubeEvent, Line, Page, Seen},
+};
+use tokio::{
+    sync::{Semaphore, watch},
+    task::JoinSet,
+    time::Instant,
+};
+
+use super::board::{Known, Sinks};
+use crate::{
+    fleet::AgentFiles,
+    views::{AgentKind, Permit, Rest, Source, Watched},
+};
+
+/// Objects on a page.
+const PAGE: usize = 500;
+/// The longest event of a watch, in bytes.
+const LONGEST_EVENT: usize = 4 << 20;
+/// A page beyond this is read on another thread.
+const LARGE: usize = 128 << 10;
+/// How long the API server keeps a watch open, and how long if nothing can cancel it; in seconds.
+const WATCH: u64 = 290;
+const WATCH_OLD: u64 = 120;
+/// How much longer than that a watch may be open.
+const LATE: Duration = Duration::from_secs(30);
+/// How often events are listed if there is no watch, because the agentk cannot cancel one.
+const POLL: Duration = Duration::from_secs(30);
+/// How often it is looked whether events may be read now, and whether the namespaces are others.
+const AGAIN: Duration = Duration::from_secs(60);
+/// The waits after failures: doubled each time, with jitter.
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// How often a list is begun anew because the API server does not know its continuation any more.
+const RESTARTS: usize = 3;
+/// Items of one agent per second.
+const RATE: u32 = 100;
+/// The most namespaces with a watch each.
+const MOST_NAMESPACES: usize = 32;
+/// The longest error of an API server that is logged, in characters.
+const LONGEST_WHY: usize = 200;
+
+/// Why a list or a watch has ended.
+enum Broken {
+    /// Its version is too old: it must be listed.
+    Gone,
+    /// There is no watch: it is listed from time to time.
+    Polled,
+    /// The API server refuses.
+    Forbidden(String),
+    /// Something else, which may be over soon.
+    Failed(String),
+}
+
+impl From<Status> for Broken {
+    fn from(status: Status) -> Self {
+        match status.code() {
+            Code::PermissionDenied => Self::Forbidden(status.message().to_owned()),
+            _ => Self::Failed(status.message().to_owned()),
+        }
+    }
+}
+
+/// What readers share.
+pub(super) struct Shared {
+    pub(super) sinks: Arc<Sinks>,
+    pub(super) files: Arc<AgentFiles>,
+    /// Lists at once.
+    pub(super) lists: Semaphore,
+}
+
+/// Reads the events of one agent.
+pub(super) struct AgentEvents {
+    pub(super) shared: Arc<Shared>,
+    pub(super) agent: Known,
+    pub(super) source: Arc<dyn Source>,
+    /// Whether the agentk can cancel watches.
+    pub(super) kind: Arc<AgentKind>,
+    /// Wakes when the agent comes or goes.
+    pub(super) changes: watch::Receiver<()>,
+}
+
+impl AgentEvents {
+    /// Reads until dropped.
+    pub(super) async fn run(self) {
+        let pace = Arc::new(Mutex::new(Pace::new(RATE)));
+        loop {
+            let namespaces = self.namespaces().await;
+            // Dropping it ends them.
+            let mut readers = JoinSet::new();
+            for namespace in &namespaces {
+                let reader = Reader {
+                    shared: Arc::clone(&self.shared),
+                    agent: self.agent.clone(),
+                    source: Arc::clone(&self.source),
+                    kind: Arc::clone(&self.kind),
+                    changes: self.changes.clone(),
+                    namespace: namespace.clone(),
+                    pace: Arc::clone(&pace),
+                    seen: Seen::default(),
+                };
+                readers.spawn(reader.run());
+            }
+            loop {
+                tokio::time::sleep(AGAIN).await;
+                if self.namespaces().await != namespaces {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Returns the only namespaces, as `kas.yaml` says; `[None]`: the whole cluster, or that is not known.
+    async fn namespaces(&self) -> Vec<Option<String>> {
+        let mut files = self.shared.files.of(&[self.agent.id]).await;
+        match files.remove(&self.agent.id) {
+            Some(Ok(file)) if !file.namespaces.is_empty() => {
+                file.namespaces.iter().take(MOST_NAMESPACES).cloned().map(Some).collect()
+            }
+            _ => vec![None],
+        }
+    }
+}
+
+struct Reader {
+    shared: Arc<Shared>,
+    agent: Known,
+    source: Arc<dyn Source>,
+    kind: Arc<AgentKind>,
+    changes: watch::Receiver<()>,
+    namespace: Option<String>,
+    pace: Arc<Mutex<Pace>>,
+    seen: Seen,
+}
+
+impl Reader {
+    async fn run(mut self) {
+        let mut backoff = BACKOFF.0;
+        loop {
+            let from = Instant::now();
+            let why = match Box::pin(self.list()).await {
+                Ok(version) => Box::pin(self.follow(version)).await,
+                Err(why) => why,
+            };
+            if from.elapsed() > BACKOFF.1 {
+                backoff = BACKOFF.0;
+            }
+            let agent = self.agent.id.get();
+            let wait = match why {
+                Broken::Gone => continue,
+                Broken::Polled => POLL,
+                Broken::Forbidden(why) => {
+                    let why: String = why.chars().take(LONGEST_WHY).collect();
+                    tracing::info!(agent.id = agent, why, "the events of an agent may not be read for sinks");
+                    AGAIN
+                }
+                Broken::Failed(why) => {
+                    tracing::debug!(agent.id = agent, why, "the events of an agent cannot be read for sinks");
+                    let wait = backoff.mul_f64(rand::random_range(0.5..=1.0));
+                    backoff = (backoff * 2).min(BACKOFF.1);
+                    wait
+                }
+            };
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                // The agent may be back.
+                Ok(()) = self.changes.changed() => tokio::time::sleep(BACKOFF.0.mul_f64(0.2)).await,
+            }
+        }
+    }
+
+    fn path(&self) -> String {
+        match &self.namespace {
+            Some(namespace) => format!("/api/v1/namespaces/{}/events", escape(namespace)),
+            None => "/api/v1/events".to_owned(),
+        }
+    }
+
+    /// Tells all events, except those that were told before. Returns the version of the list.
+    async fn list(&mut self) -> Result<String, Broken> {
+        let shared = Arc::clone(&self.shared);
+        let path = self.path();
+        let mut limit = PAGE;
+        'list: for _ in 0..=RESTARTS {
+            self.seen.list_begins();
+            let mut next = String::new();
+            loop {
+                let mut target = format!("{path}?limit={limit}");
+                if !next.is_empty() {
+                    let _ = write!(target, "&continue={}", escape(&next));
+                }
+                let answer = {
+                    // The semaphore is never closed.
+                    let _one = shared.lists.acquire().await;
+                    match self.source.get(&target, "application/json").await {
+                        Err(status) if status.code() == Code::ResourceExhausted && limit > 1 => {
+                            limit /= 2;
+                            continue;
+                        }
+                        answer => answer?,
+                    }
+                };
+                match answer.status {
+                    200 => {}
+                    410 => continue 'list,
+                    status => return Err(refused(status, &answer.body)),
+                }
+                let Page { events, version, next: more } = page(answer.body).await?;
+                for event in events {
+                    self.tell(event).await;
+                }
+                if more.is_empty() {
+                    self.seen.list_ends();
+                    return Ok(version);
+                }
+                next = more;
+            }
+        }
+        Err(Broken::Failed("the list changed faster than it could be read".to_owned()))
+    }
+
+    async fn tell(&mut self, event: KubeEvent) {
+        if !self.seen.is_new(&event) {
+            return;
+        }
+        let sinks = &self.shared.sinks;
+        let wait = self.pace.lock().take(sinks.now());
+        if !wait.is_zero() {
+            tokio::time::sleep(wait).await;
+        }
+        sinks.room(Kind::Events, &self.agent).await;
+        sinks.tell(&self.agent, event.news(self.agent.id, Arc::clone(&self.agent.name)));
+    }
+
+    /// Watches from a version on, until it must be listed again.
+    async fn follow(&mut self, mut version: String) -> Broken {
+        loop {
+            match Box::pin(self.watch(&mut version)).await {
+                // The API server has ended the watch, and it goes on.
+                Ok(()) => {}
+                Err(why) => return why,
+            }
+        }
+    }
+
+    async fn watch(&mut self, version: &mut String) -> Result<(), Broken> {
+        let permit = match self.kind.may_watch().await {
+            Permit::NotNeeded => None,
+            Permit::Given(permit) => Some(permit),
+            Permit::None => return Err(Broken::Polled),
+        };
+        let path = self.path();
+        let target = |seconds: u64| {
+            let version = escape(version);
+            format!(
+                "{path}?watch=1&allowWatchBookmarks=true&timeoutSeconds={seconds}&resourceVersion={version}"
+            )
+        };
+        let (new, old) = (target(WATCH), target(WATCH_OLD));
+        let mut watched = self.source.watch(&new, &old, "application/json").await?;
+        if watched.status() != 200 {
+            let mut body = BytesMut::new();
+            while let Ok(Some(data)) = watched.data().await {
+                if body.len() + data.len() > LARGE {
+                    break;
+                }
+                body.extend_from_slice(&data);
+            }
+            return Err(refused(watched.status(), &body));
+        }
+        let _open = Open::new(&self.shared.sinks);
+        let is_cancellable = watched.is_cancellable();
+        self.kind.cancels(is_cancellable);
+        let seconds = if is_cancellable { WATCH } else { WATCH_OLD };
+        if is_cancellable {
+            drop(permit);
+            return self.read(&mut *watched, seconds, version).await;
+        }
+        // Nothing cancels it: it is read to its end, also if this is no longer the home.
+        let mut rest = Rest { watched: Some(watched), permit };
+        let read = match &mut rest.watched {
+            Some(watched) => self.read(&mut **watched, seconds, version).await,
+            None => Ok(()),
+        };
+        if read.is_ok() {
+            rest.watched = None;
+        }
+        read
+    }
+
+    /// Reads lines until the watch ends. `version` is that of the last one.
+    async fn read(
+        &mut self,
+        watched: &mut dyn Watched,
+        seconds: u64,
+        version: &mut String,
+    ) -> Result<(), Broken> {
+        let mut buffer = BytesMut::new();
+        loop {
+            let end = Duration::from_secs(seconds) + LATE;
+            let late = |_| Broken::Failed("the API server has not ended a watch in time".to_owned());
+            let data = tokio::time::timeout(end, watched.data()).await.map_err(late)??;
+            let Some(data) = data else { return Ok(()) };
+            buffer.extend_from_slice(&data);
+            while let Some(end) = buffer.iter().position(|byte| *byte == b'\n') {
+                let line = buffer.split_to(end);
+                buffer.advance(1);
+                if line.is_empty() {
+                    continue;
+                }
+                match kubernetes::line(&line).map_err(|error| Broken::Failed(error.to_string()))? {
+                    Line::Event(event, at) => {
+                        self.tell(event).await;
+                        *version = at;
+                    }
+                    Line::Passed(at) => *version = at,
+                    Line::Failed(410, _) => return Err(Broken::Gone),
+                    Line::Failed(code, why) => {
+                        return Err(Broken::Failed(format!("the API server ended a watch: {code} {why}")));
+                    }
+                }
+            }
+            if buffer.len() > LONGEST_EVENT {
+                return Err(Broken::Failed(format!("an event has more than {LONGEST_EVENT} bytes")));
+            }
+        }
+    }
+}
+
+async fn page(body: Bytes) -> Result<Page, Broken> {
+    let read = if body.len() > LARGE {
+        let reading = tokio::task::spawn_blocking(move || kubernetes::page(&body)).await;
+        reading.map_err(|error| Broken::Failed(error.to_string()))?
+    } else {
+        kubernetes::page(&body)
+    };
+    read.map_err(|error| Broken::Failed(error.to_string()))
+}
+
+/// Returns what an answer other than 200 means.
+fn refused(status: i32, body: &[u8]) -> Broken {
+    let message = views::table::message(body);
+    match status {
+        401 | 403 => Broken::Forbidden(message),
+        410 => Broken::Gone,
+        _ => Broken::Failed(format!("the API server answered {status}: {message}")),
+    }
+}
+
+/// Counts an open watch until dropped.
+struct Open(Arc<Sinks>);
+
+impl Open {
+    fn new(sinks: &Arc<Sinks>) -> Self {
+        sinks.metrics.watches.inc();
+        Self(Arc::clone(sinks))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.metrics.watches.dec();
+    }
+}

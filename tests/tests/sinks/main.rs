@@ -1,0 +1,6 @@
+//! News of agents for other programs: real replicas of kas, real agents, a real Kubernetes API server, a real
+//! Redis, and a receiver of the test.
+
+mod news;
+mod replicas;
+mod setup;
