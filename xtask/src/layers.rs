@@ -224,6 +224,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "redis-tracker",
             "gossip",
             "table",
+            "cluster",
             "kas-config",
             "gitaly",
             "gitlab",

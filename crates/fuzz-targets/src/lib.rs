@@ -4,6 +4,7 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod direct;
 mod fleet;
 mod hooks;
 mod http2;
@@ -20,6 +21,7 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
+    direct::owner_requests,
     fleet::{prometheus_answers, promql},
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
@@ -32,7 +34,7 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 26] = [
+pub const ALL: [Target; 27] = [
     ("answer_metadata", answer_metadata),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -49,6 +51,7 @@ pub const ALL: [Target; 26] = [
     ("kubernetes_requests", kubernetes_requests),
     ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
+    ("owner_requests", owner_requests),
     ("private_messages", private_messages),
     ("prometheus_answers", prometheus_answers),
     ("promql", promql),

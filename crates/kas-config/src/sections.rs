@@ -5,6 +5,7 @@
 
 pub(crate) mod agent;
 pub(crate) mod api;
+pub(crate) mod direct;
 pub(crate) mod discovery;
 pub(crate) mod drain;
 pub(crate) mod gitaly;
@@ -85,6 +86,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let (mut listen, secret_files, says_issuers) = api::read(root);
     let tracker = tracker::read(root, env, kind, entries);
     let hooks = hooks::read(root);
+    let direct = direct::read(root, &tracker);
     let observability = observability::read(root, env, by_gitlab);
     let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
     let drain = drain::read(root);
@@ -135,6 +137,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         agent,
         api: Api { listen, secrets, all_secrets_listed: secret_files.all_listed },
         hooks,
+        direct,
         observability,
         limits,
         drain,

@@ -131,7 +131,10 @@ fn files(config: &Config) -> Findings {
     let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
     let kubernetes = config.agent.kubernetes_api.as_ref();
     let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
-    for (section, listen, what) in listeners.into_iter().chain(private_listener).chain(kubernetes) {
+    let direct = config.direct.as_ref();
+    let direct_listener = direct.map(|direct| ("direct", &direct.listen, "the secret of proxies"));
+    let more = private_listener.into_iter().chain(kubernetes).chain(direct_listener);
+    for (section, listen, what) in listeners.into_iter().chain(more) {
         let Some(files) = &listen.tls else {
             if is_reached_from_elsewhere(listen) {
                 findings.warning(
@@ -213,6 +216,17 @@ fn files(config: &Config) -> Findings {
     }
     if let Tracker::Redis(shared) = &config.tracker {
         redis(shared, config.open_secret_files, &mut findings);
+    }
+    if let Some(direct) = direct {
+        let key = "direct.authentication_secret_file";
+        if let Err(found) = crate::direct::read_secret(&direct.secret) {
+            findings.problem(
+                key,
+                found,
+                "a file with the secret of proxies: one line, such as of `openssl rand -hex 32`",
+            );
+        }
+        findings.exposure(key.to_owned(), "a secret file", &direct.secret, config.open_secret_files);
     }
     if let Err((index, why)) = crate::views::definitions(&config.views.files) {
         let expected = "a file with views: [{name, resources, columns}]";

@@ -318,6 +318,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             all_secrets_listed: false,
         },
         hooks: None,
+        direct: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),

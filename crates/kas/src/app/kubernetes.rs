@@ -10,7 +10,7 @@ use identity::Identity;
 use kas_config::{Config, KubernetesApi as Section, Listen, PerCaller};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{
-    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, RequestRate, Settings,
+    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Owners, Parts, Prefix, RequestRate, Settings,
 };
 use net::{
     http::{Age, Limits, Protocols, Server},
@@ -50,6 +50,8 @@ pub(super) struct Uses {
     pub(super) sync: Arc<SyncService>,
     pub(super) files: Arc<AgentFiles>,
     pub(super) fleet_metrics: Arc<FleetMetrics>,
+    /// `None`: proxies are not told who holds an agent.
+    pub(super) owners: Option<Arc<dyn Owners>>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -128,6 +130,7 @@ pub(super) async fn part(
         sync,
         files,
         fleet_metrics,
+        owners,
         observer,
         metrics,
         refusals,
@@ -162,6 +165,7 @@ pub(super) async fn part(
         is_ready,
         diffs: sync,
         fleet,
+        owners,
         allowed: Box::new(move |authorized| {
             if let Some(usage) = &usage {
                 count(usage, authorized);

@@ -10,11 +10,11 @@ use std::{
     time::Duration,
 };
 
-use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
+use cluster::{Abandoned, Connected, Door, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
 use futures_util::stream::{self, Stream, StreamExt as _};
 use grpc::Deadline;
 use http::HeaderValue;
-use ids::{Actor, AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId, ReplicaId};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::{
@@ -256,7 +256,13 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
     let tunnels = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| abandoned.tunnels);
     let since = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| milliseconds(abandoned.since));
     let me = known.replicas.first().map(|status| status.replica.clone());
+    let door = |replica: Option<&ReplicaId>, door| {
+        let doors = replica.map(|replica| tracker.doors(replica)).unwrap_or_default();
+        doors.get(door).map_or_else(String::new, |address| address.to_string())
+    };
     let own = AgentOnReplica {
+        api_door: door(me.as_ref().map(|me| &me.id), Door::Api),
+        http_door: door(me.as_ref().map(|me| &me.id), Door::Http),
         name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
         address: me.as_ref().map(|me| address(&me.address)),
         idle_tunnels: number(here.idle),
@@ -269,6 +275,8 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         refused_callers: router.refusals().callers().of(agent).into_iter().map(refused_here).collect(),
     };
     let others = reports.iter().map(|report| AgentOnReplica {
+        api_door: door(Some(&report.replica.id), Door::Api),
+        http_door: door(Some(&report.replica.id), Door::Http),
         name: report.replica.id.as_str().to_owned(),
         address: Some(address(&report.replica.address)),
         idle_tunnels: report.idle,
