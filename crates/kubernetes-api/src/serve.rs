@@ -301,6 +301,7 @@ impl KubernetesApi {
             {
                 // Its owner counts and records it.
                 about.is_probe = true;
+                direct::discard(body);
                 return Ok(response);
             }
             about.record.target(agent, None);

@@ -1,13 +1,15 @@
 //! Requests that a proxy may send to the replica that holds the agent.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http_body::Body as HttpBody;
 use ids::AgentId;
 use net::http::{Body, Trust};
 
-use crate::KubernetesApi;
+use crate::{KubernetesApi, upload::ClientBody};
 
 /// The header in which a proxy that can send a request elsewhere says so: with its secret. It is never passed
 /// on.
@@ -31,9 +33,27 @@ pub trait Owners: Send + Sync {
     async fn elsewhere(&self, agent: AgentId) -> Option<SocketAddr>;
 }
 
+/// How long a body is thrown away at most.
+const DISCARD: Duration = Duration::from_secs(5);
+
+/// Throws a body away until the proxy has seen the answer, and sends it elsewhere. If the connection were closed
+/// at once, a proxy that still writes could see the reset before the answer.
+pub(super) fn discard<B>(mut body: ClientBody<B>)
+where
+    B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Send,
+{
+    if !body.is_empty() {
+        tokio::spawn(async move {
+            let discarded = async { while let Ok(Some(_)) = body.data().await {} };
+            let _ = tokio::time::timeout(DISCARD, discarded).await;
+        });
+    }
+}
+
 impl KubernetesApi {
     /// Returns the answer for a proxy that should send this request to the owner of the agent, which judges
-    /// the credential. The body is not read.
+    /// the credential.
     pub(super) async fn sent_to_owner(
         &self,
         headers: &HeaderMap,
@@ -47,7 +67,7 @@ impl KubernetesApi {
         }
         trust.passed();
         let address = owners.elsewhere(agent).await?;
-        let mut response = Response::new(grpc::full(bytes::Bytes::new()));
+        let mut response = Response::new(grpc::full(Bytes::new()));
         let headers = response.headers_mut();
         headers.insert(REDIRECT.0, REDIRECT.1);
         headers.insert(OWNER, HeaderValue::try_from(address.to_string()).ok()?);
