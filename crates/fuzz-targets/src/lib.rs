@@ -22,7 +22,7 @@ use kas_config::Environment;
 
 pub use self::{
     direct::owner_requests,
-    fleet::{prometheus_answers, promql},
+    fleet::{catalog_answers, prometheus_answers, promql},
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
@@ -34,8 +34,9 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 27] = [
+pub const ALL: [Target; 28] = [
     ("answer_metadata", answer_metadata),
+    ("catalog_answers", catalog_answers),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
     ("files", files),

@@ -91,6 +91,8 @@ pub struct Config {
     pub prometheus: Prometheus,
     /// Rows of objects of agents' clusters.
     pub views: Views,
+    /// The files with rules of components; empty: those that kas has.
+    pub components: Vec<PathBuf>,
 }
 
 impl Config {

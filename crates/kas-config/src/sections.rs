@@ -5,6 +5,7 @@
 
 pub(crate) mod agent;
 pub(crate) mod api;
+pub(crate) mod components;
 pub(crate) mod direct;
 pub(crate) mod discovery;
 pub(crate) mod drain;
@@ -95,6 +96,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let repositories = repositories::read(root);
     let prometheus = prometheus::read(root);
     let views = views::read(root);
+    let components = components::read(root);
 
     // Only default files need the folder: a container without a home folder starts if its configuration names
     // its own files.
@@ -145,5 +147,6 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         repositories,
         prometheus,
         views,
+        components,
     }
 }

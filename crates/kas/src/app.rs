@@ -51,7 +51,8 @@ use self::{
 use crate::{
     certificates::{CertificateMetrics, Certificates},
     direct::DirectMetrics,
-    fleet::{AgentFiles, FleetMetrics},
+    directory::AgentDirectory,
+    fleet::{self, AgentFiles, Catalog, CatalogParts, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -152,6 +153,14 @@ pub enum StartError {
     /// The secret of proxies cannot be used any more, although it has just been checked.
     #[error("direct.authentication_secret_file: {0}")]
     Direct(String),
+    /// A file with rules of components cannot be used any more, although it has just been checked.
+    #[error("components.files[{index}]: {why}")]
+    Components {
+        /// The index of the file, from 0.
+        index: usize,
+        /// Why.
+        why: String,
+    },
     /// A file with views cannot be used any more, although it has just been checked.
     #[error("views.files[{index}]: {why}")]
     Views {
@@ -557,6 +566,14 @@ impl Kas {
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         );
+        let catalog = Catalog::new(CatalogParts {
+            router: Arc::clone(&router),
+            observer: Arc::clone(&observer),
+            directory: AgentDirectory::new(Arc::clone(&identity), Arc::clone(&tracker)),
+            files: Arc::clone(&files),
+            rules: fleet::rules(&config.components)
+                .map_err(|(index, why)| StartError::Components { index, why })?,
+        });
         let hub = Hub::new(HubParts {
             settings: HubSettings {
                 memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
@@ -624,6 +641,7 @@ impl Kas {
             Arc::clone(&sync),
             queries,
             hub,
+            Arc::clone(&catalog),
         );
         let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
         if let Some(gitlab) = &gitlab {
@@ -718,6 +736,7 @@ impl Kas {
                 sync: Arc::clone(&sync),
                 files,
                 fleet_metrics,
+                catalog,
                 owners: owners.map(|owners| owners as _),
                 observer,
                 metrics: kubernetes_metrics,

@@ -5,6 +5,7 @@
 //! further protocol, and an agent that does not answer is named.
 
 mod callers;
+mod catalog;
 mod fan_out;
 mod files;
 mod metrics;
@@ -21,11 +22,16 @@ use kubernetes_api::{Fleet, FleetAnswer, FleetQuestion, FleetRefusal, FleetRoute
 use observe::Observer;
 use routing::router::Router;
 
-pub(crate) use self::files::AgentFiles;
+pub use self::catalog::Catalog;
 pub use self::metrics::FleetMetrics;
 use self::{
     callers::Callers,
+    catalog::Wanted,
     select::{SelectError, Selected, Want, Who},
+};
+pub(crate) use self::{
+    catalog::{CatalogParts, rules},
+    files::AgentFiles,
 };
 use crate::directory::AgentDirectory;
 
@@ -43,6 +49,7 @@ pub(crate) struct FleetService {
     /// What all answers together may hold.
     memory: Arc<Budget>,
     callers: Arc<Callers>,
+    catalog: Arc<Catalog>,
 }
 
 impl FleetService {
@@ -53,10 +60,11 @@ impl FleetService {
         files: Arc<AgentFiles>,
         metrics: Arc<FleetMetrics>,
         settings: prometheus::Settings,
+        catalog: Arc<Catalog>,
     ) -> Arc<Self> {
         let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
         let callers = Callers::new(settings.per_caller);
-        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers })
+        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers, catalog })
     }
 
     /// Returns the agents that a selector names and the caller reaches.
@@ -112,6 +120,8 @@ impl Fleet for FleetService {
             FleetRoute::PrometheusOfAgent | FleetRoute::PrometheusOfFleet => {
                 self.ask_prometheus(question).await
             }
+            FleetRoute::Components => self.catalog.answer(Wanted::Components, question).await,
+            FleetRoute::Applications => self.catalog.answer(Wanted::Applications, question).await,
         }
     }
 }

@@ -232,6 +232,10 @@ fn files(config: &Config) -> Findings {
         let expected = "a file with views: [{name, resources, columns}]";
         findings.problem(format!("views.files[{index}]"), why, expected);
     }
+    if let Err((index, why)) = crate::fleet::rules(&config.components) {
+        let expected = "a file with components: [{name, groups, images, labels, version, service, probe}]";
+        findings.problem(format!("components.files[{index}]"), why, expected);
+    }
     identity(config, &mut findings);
     users(config, &mut findings);
     issuers(config, &mut findings);

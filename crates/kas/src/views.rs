@@ -55,7 +55,12 @@ use self::{
     summary::Pace,
     wake::Wake,
 };
-pub(crate) use self::{question::Question, rights::ApiCaller, source::Tunnels, subscription::Subscription};
+pub(crate) use self::{
+    question::Question,
+    rights::ApiCaller,
+    source::{Source, Tunnel, Tunnels},
+    subscription::Subscription,
+};
 use crate::connected::{connected, unanswered_replica};
 
 /// Lists of feeds without rows at once.

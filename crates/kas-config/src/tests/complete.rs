@@ -365,6 +365,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             per_caller: 4,
         },
         views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
+        components: Vec::new(),
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();

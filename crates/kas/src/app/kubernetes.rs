@@ -26,7 +26,7 @@ use super::{StartError, part::Part, reload::Reloader};
 use crate::{
     certificates::LiveVerifier,
     directory::AgentDirectory,
-    fleet::{AgentFiles, FleetMetrics, FleetService},
+    fleet::{AgentFiles, Catalog, FleetMetrics, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
 };
@@ -50,6 +50,7 @@ pub(super) struct Uses {
     pub(super) sync: Arc<SyncService>,
     pub(super) files: Arc<AgentFiles>,
     pub(super) fleet_metrics: Arc<FleetMetrics>,
+    pub(super) catalog: Arc<Catalog>,
     /// `None`: proxies are not told who holds an agent.
     pub(super) owners: Option<Arc<dyn Owners>>,
     pub(super) observer: Arc<Observer>,
@@ -130,6 +131,7 @@ pub(super) async fn part(
         sync,
         files,
         fleet_metrics,
+        catalog,
         owners,
         observer,
         metrics,
@@ -153,6 +155,7 @@ pub(super) async fn part(
         files,
         fleet_metrics,
         (&config.prometheus).into(),
+        catalog,
     );
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,

@@ -35,6 +35,7 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
+        ListApplicationsRequest, ListApplicationsResponse, ListComponentsRequest, ListComponentsResponse,
         ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
         ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
@@ -50,6 +51,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     connected::{address, connected, unanswered_replica},
+    fleet::Catalog,
     hooks::HookQueries,
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
@@ -84,8 +86,9 @@ impl Services {
         sync: Arc<SyncService>,
         hooks: Option<Arc<HookQueries>>,
         views: Arc<Hub>,
+        catalog: Arc<Catalog>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views, catalog };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -147,6 +150,7 @@ pub(super) struct Api {
     /// `None`: this kas takes no webhooks.
     hooks: Option<Arc<HookQueries>>,
     views: Arc<Hub>,
+    catalog: Arc<Catalog>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -616,6 +620,24 @@ impl KasApi for Api {
     ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
         self.view(request, true)
     }
+
+    async fn list_components(
+        &self,
+        request: tonic::Request<ListComponentsRequest>,
+    ) -> Result<tonic::Response<ListComponentsResponse>, tonic::Status> {
+        let (caller, actor) = (caller_of(&request), actor_of(&request));
+        let answer = self.catalog.list_components(request.into_inner(), &caller, actor).await;
+        answer.map(tonic::Response::new).map_err(|status| to_tonic(&status))
+    }
+
+    async fn list_applications(
+        &self,
+        request: tonic::Request<ListApplicationsRequest>,
+    ) -> Result<tonic::Response<ListApplicationsResponse>, tonic::Status> {
+        let (caller, actor) = (caller_of(&request), actor_of(&request));
+        let answer = self.catalog.list_applications(request.into_inner(), &caller, actor).await;
+        answer.map(tonic::Response::new).map_err(|status| to_tonic(&status))
+    }
 }
 
 /// The answer to a question about a view.
@@ -632,13 +654,24 @@ impl Api {
         request: tonic::Request<WatchViewRequest>,
         is_query: bool,
     ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
-        let caller = request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
-            format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
-        });
+        let caller = caller_of(&request);
         let answers = self.views.answer(request.into_inner(), &caller, is_query);
         let answers = answers.map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(Box::pin(answers.map(|answer| answer.map_err(|status| to_tonic(&status))))))
     }
+}
+
+/// Returns the name of a caller, by which its questions are counted.
+fn caller_of<T>(request: &tonic::Request<T>) -> String {
+    request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
+        format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
+    })
+}
+
+/// Returns a caller for the audit log.
+fn actor_of<T>(request: &tonic::Request<T>) -> Arc<Actor> {
+    let unknown = || Arc::new(Actor { issuer: String::new(), subject: None });
+    request.extensions().get::<Arc<Actor>>().cloned().unwrap_or_else(unknown)
 }
 
 /// Records the agent that a request is about.

@@ -44,10 +44,16 @@ pub enum FleetRoute {
     PrometheusOfAgent,
     /// `/fleet/prometheus/select/{selector}/api/v1/…`: those of many as if they were one.
     PrometheusOfFleet,
+    /// `/fleet/components/{selector}`: known software in the clusters of many agents.
+    Components,
+    /// `/fleet/applications/{selector}`: installed applications there.
+    Applications,
 }
 
 /// Reading, and questions in a form.
 const ASK: &[&str] = &["GET", "HEAD", "POST"];
+/// Reading.
+const READ: &[&str] = &["GET", "HEAD"];
 /// The largest body of a diff, in bytes: 20 MiB of files, their paths, and what JSON adds.
 pub(crate) const FILES: usize = 24 << 20;
 /// The largest form of a question to Prometheus.
@@ -75,6 +81,20 @@ pub(crate) const ROUTES: &[Route] = &[
         auth: Auth::EachAgent,
         most_body: FORM,
         serves: Serves::Fleet(FleetRoute::PrometheusOfFleet),
+    },
+    Route {
+        pattern: "/fleet/components/{selector}",
+        methods: READ,
+        auth: Auth::EachAgent,
+        most_body: 0,
+        serves: Serves::Fleet(FleetRoute::Components),
+    },
+    Route {
+        pattern: "/fleet/applications/{selector}",
+        methods: READ,
+        auth: Auth::EachAgent,
+        most_body: 0,
+        serves: Serves::Fleet(FleetRoute::Applications),
     },
 ];
 
@@ -133,6 +153,9 @@ mod tests {
             ("/fleet/prometheus/agent/7/api/v1/label/a%2Fb/values", Some((agent, "7 label/a%2Fb/values"))),
             ("/fleet/prometheus/agent/7/api/v1", None),
             ("/fleet/prometheus/select/id=7%7C9,a=b/api/v1/query", Some((fleet, "id=7|9,a=b query"))),
+            ("/fleet/components/all", Some((Serves::Fleet(FleetRoute::Components), "all"))),
+            ("/fleet/applications/id=7%7C9", Some((Serves::Fleet(FleetRoute::Applications), "id=7|9"))),
+            ("/fleet/applications", None),
             ("/fleet/prometheus/select/%ff/api/v1/query", None),
         ] {
             let expected = expected.map(|(serves, found)| (serves, found.to_owned()));
