@@ -227,6 +227,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "redis-tracker",
             "gossip",
             "table",
+            "cluster",
             "kas-config",
             "gitaly",
             "gitlab",

@@ -43,6 +43,8 @@ pub struct KasYaml {
     pub labels: BTreeMap<String, String>,
     /// Where Prometheus is in the cluster; `None`: nowhere.
     pub prometheus: Option<Prometheus>,
+    /// Whether Helm's Secrets may be read for the list of applications.
+    pub helm: bool,
     /// The webhooks that the agent takes.
     pub hooks: Hooks,
 }
@@ -67,6 +69,7 @@ impl Default for KasYaml {
             identities: BTreeMap::new(),
             labels: BTreeMap::new(),
             prometheus: None,
+            helm: false,
             hooks: Hooks::default(),
         }
     }
@@ -131,11 +134,13 @@ fn read(root: &mut Section<'_, '_>) -> KasYaml {
     let check =
         root.section("gitops", "", |s| s.duration("check", CHECK, Rule::Within(CHECKS.0, CHECKS.1), ""));
     let prometheus = root.section("prometheus", "", prometheus);
+    let helm = root.section("applications", "", |s| s.flag("helm", ""));
     KasYaml {
         environments,
         namespaces: is_bound.then_some(namespaces),
         check,
         prometheus,
+        helm,
         ..KasYaml::default()
     }
 }
@@ -273,6 +278,7 @@ gitops:
   projects:
     group/x.y: {as: system:serviceaccount:ns:deployer}
 labels: {env: prod, tier: 1}
+applications: {helm: true}
 prometheus: {service: monitoring/prometheus:9090, prefix: /prom/, match: '{namespace=\"shop\"}'}
 ";
         let parsed = parse(file.as_bytes()).unwrap();
@@ -283,6 +289,7 @@ prometheus: {service: monitoring/prometheus:9090, prefix: /prom/, match: '{names
         assert_eq!(parsed.identities["group/x.y"].username, "system:serviceaccount:ns:deployer");
         let labels: Vec<_> = parsed.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
         assert_eq!(labels, ["env=prod", "tier=1"]);
+        assert!(parsed.helm);
         let prometheus = parsed.prometheus.unwrap();
         assert_eq!(prometheus.service.to_string(), "monitoring/prometheus:9090");
         assert_eq!(prometheus.prefix, "/prom");
@@ -308,6 +315,7 @@ prometheus: {service: monitoring/prometheus:9090, prefix: /prom/, match: '{names
             ("labels: {name: a}", "labels.name"),
             ("labels: {env: 'a b'}", "labels.env"),
             ("labels: {env: [a]}", "labels.env"),
+            ("applications: {helm: maybe}", "applications.helm"),
             ("prometheus: {}", "prometheus.service"),
             ("prometheus: {service: a}", "prometheus.service"),
             ("prometheus: {service: 'a/b:1', prefix: ../x}", "prometheus.prefix"),

@@ -2,6 +2,7 @@
 //! implementation that is enough for a single replica.
 
 mod connections;
+mod doors;
 mod error;
 mod history;
 mod locator;
@@ -14,6 +15,7 @@ mod view;
 pub mod contract;
 
 pub use connections::{AgentMeta, Connected, Connection, Connections, Located, Query, Unanswered};
+pub use doors::{Door, Doors, UnknownDoor};
 pub use error::TrackerError;
 pub use history::History;
 pub use locator::{Candidate, Lease, Locator, Mark, Wire};

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use ids::{AgentId, ReplicaId};
 use tokio::sync::watch;
 
-use crate::{Mark, Replica, ReplicaHealth, ReplicaState, Unanswered, Wire};
+use crate::{Doors, Mark, Replica, ReplicaHealth, ReplicaState, Unanswered, Wire};
 
 /// Status: how many replicas there are, how they are, and what each of them knows.
 #[async_trait]
@@ -19,6 +19,12 @@ pub trait ClusterView: Send + Sync + 'static {
     /// # Cancel safety
     /// Cancel safe.
     async fn replicas(&self) -> Replicas;
+
+    /// Returns where callers reach a replica that is live and ready. Empty: it is not, it does not tell, or
+    /// it is of a version that cannot tell.
+    fn doors(&self, _replica: &ReplicaId) -> Doors {
+        Doors::default()
+    }
 
     /// Describes the state of the tracker, for a person.
     fn status(&self) -> TrackerStatus;

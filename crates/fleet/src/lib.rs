@@ -1,12 +1,16 @@
-//! Questions to many agents: which agents are meant, and which of them did not answer. No I/O.
+//! Questions to many agents: which agents are meant, which of them did not answer, and what runs in their
+//! clusters. No I/O.
 
+pub mod applications;
+pub mod components;
+pub mod inventory;
 mod selector;
 mod service;
 mod unanswered;
 
 pub use self::{
     selector::{Candidate, InvalidSelector, Selector, is_label_key, is_label_value},
-    service::{InvalidService, ServiceAddress},
+    service::{InvalidService, ServiceAddress, is_namespace},
     unanswered::Unanswered,
 };
 

@@ -78,6 +78,11 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
+/// Whether a text can be the name of a namespace.
+pub fn is_namespace(text: &str) -> bool {
+    is_label(text)
+}
+
 /// Whether a text can be the name of a namespace, a Service or a port: a label of a DNS name.
 fn is_label(text: &str) -> bool {
     let bytes = text.as_bytes();

@@ -62,3 +62,16 @@ pub fn prometheus_answers(bytes: &[u8]) {
         assert!(is_json(&metadata.to_json()), "{}", metadata.to_json());
     }
 }
+
+/// Answers of API servers about API groups and applications, cells of their tables, and answers of components
+/// about their versions. No panic, and what is kept is short.
+pub fn catalog_answers(bytes: &[u8]) {
+    ::fleet::applications::fuzz(bytes);
+    let probe = ::fleet::components::Probe { path: "/v".to_owned(), pointer: "/data/version".to_owned() };
+    if let Some(version) = probe.version(bytes) {
+        assert!(version.len() <= 128 && version.bytes().all(|byte| byte.is_ascii_graphic()));
+    }
+    if let Ok(rules) = serde_json::from_slice(bytes) {
+        let _ = ::fleet::components::Rules::read(rules);
+    }
+}

@@ -4,6 +4,7 @@
 //! `fuzz/corpus` and with mutations of it. A target that needs further input takes it from the first
 //! bytes.
 
+mod direct;
 mod fleet;
 mod hooks;
 mod http2;
@@ -21,7 +22,8 @@ use identity::Identities;
 use kas_config::Environment;
 
 pub use self::{
-    fleet::{prometheus_answers, promql},
+    direct::owner_requests,
+    fleet::{catalog_answers, prometheus_answers, promql},
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
@@ -34,8 +36,9 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 27] = [
+pub const ALL: [Target; 29] = [
     ("answer_metadata", answer_metadata),
+    ("catalog_answers", catalog_answers),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
     ("files", files),
@@ -51,6 +54,7 @@ pub const ALL: [Target; 27] = [
     ("kubernetes_requests", kubernetes_requests),
     ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
+    ("owner_requests", owner_requests),
     ("private_messages", private_messages),
     ("prometheus_answers", prometheus_answers),
     ("promql", promql),

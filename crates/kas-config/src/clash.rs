@@ -88,7 +88,9 @@ pub(super) fn find(config: &Config) -> Vec<Problem> {
     ];
     let kubernetes = config.agent.kubernetes_api.as_ref().map(|api| ("agent.kubernetes_api", &api.listen));
     let hooks = config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen));
-    let listeners: Vec<_> = listeners.into_iter().chain(private).chain(kubernetes).chain(hooks).collect();
+    let direct = config.direct.as_ref().map(|direct| ("direct", &direct.listen));
+    let listeners: Vec<_> =
+        listeners.into_iter().chain(private).chain(kubernetes).chain(hooks).chain(direct).collect();
     let mut problems = Vec::new();
     for (i, (section, listen)) in listeners.iter().enumerate() {
         let Some(place) = Place::of(listen) else { continue };

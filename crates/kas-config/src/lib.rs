@@ -33,6 +33,7 @@ pub use self::{
         OpenFiles,
         agent::{Agent, AgentListener, Applier, ConfigurationSource, Gitops, Source},
         api::{Api, ApiListener, ApiSecrets},
+        direct::Direct,
         discovery::{Discovery, DnsRecords, ServicePort},
         drain::Drain,
         gitaly::Gitaly,
@@ -75,6 +76,8 @@ pub struct Config {
     pub api: Api,
     /// The listener for webhooks; `None`: it is off.
     pub hooks: Option<Hooks>,
+    /// The listener that tells proxies who holds an agent; `None`: it is off.
+    pub direct: Option<Direct>,
     /// Metrics, probes, logs, traces, the audit log and the status page.
     pub observability: Observability,
     /// Limits on the resources that others can use.
@@ -91,6 +94,8 @@ pub struct Config {
     pub views: Views,
     /// Where news of agents goes.
     pub sinks: Sinks,
+    /// The files with rules of components; empty: those that kas has.
+    pub components: Vec<PathBuf>,
 }
 
 impl Config {

@@ -5,6 +5,8 @@
 
 pub(crate) mod agent;
 pub(crate) mod api;
+pub(crate) mod components;
+pub(crate) mod direct;
 pub(crate) mod discovery;
 pub(crate) mod drain;
 pub(crate) mod gitaly;
@@ -88,6 +90,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let (tracker, redis) = tracker::read(root, env, kind, entries, sinks.need_redis());
     sinks.redis = redis;
     let hooks = hooks::read(root);
+    let direct = direct::read(root, &tracker);
     let observability = observability::read(root, env, by_gitlab);
     let limits = limits::read(root, agent.listen.max_tunnels_per_agent);
     let drain = drain::read(root);
@@ -96,6 +99,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
     let repositories = repositories::read(root);
     let prometheus = prometheus::read(root);
     let views = views::read(root);
+    let components = components::read(root);
 
     // Only default files need the folder: a container without a home folder starts if its configuration names
     // its own files.
@@ -138,6 +142,7 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         agent,
         api: Api { listen, secrets, all_secrets_listed: secret_files.all_listed },
         hooks,
+        direct,
         observability,
         limits,
         drain,
@@ -146,5 +151,6 @@ pub(super) fn read(root: &mut Section<'_, '_>, env: &Environment) -> Config {
         prometheus,
         views,
         sinks,
+        components,
     }
 }

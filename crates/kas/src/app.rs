@@ -1,6 +1,7 @@
 //! Builds a replica from a configuration. [`Kas::bind`] binds every port, [`Kas::run`] serves until it is
 //! shut down. Implementations of traits are chosen only here.
 
+mod direct;
 mod git;
 mod hooks;
 mod kubernetes;
@@ -17,7 +18,7 @@ use std::{
 };
 
 use agent_config::AgentConfigs;
-use cluster::{InMemoryTracker, Replica, Tracker};
+use cluster::{Doors, InMemoryTracker, Replica, Tracker};
 use http::HeaderValue;
 use identity::{
     FileIdentity, Identity, IfAbsent, OpenError,
@@ -50,7 +51,9 @@ use self::{
 };
 use crate::{
     certificates::{CertificateMetrics, Certificates},
-    fleet::{AgentFiles, FleetMetrics},
+    direct::DirectMetrics,
+    directory::AgentDirectory,
+    fleet::{self, AgentFiles, Catalog, CatalogParts, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},
@@ -149,6 +152,17 @@ pub enum StartError {
     /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] audit::OpenError),
+    /// The secret of proxies cannot be used any more, although it has just been checked.
+    #[error("direct.authentication_secret_file: {0}")]
+    Direct(String),
+    /// A file with rules of components cannot be used any more, although it has just been checked.
+    #[error("components.files[{index}]: {why}")]
+    Components {
+        /// The index of the file, from 0.
+        index: usize,
+        /// Why.
+        why: String,
+    },
     /// A file with views cannot be used any more, although it has just been checked.
     #[error("views.files[{index}]: {why}")]
     Views {
@@ -192,6 +206,8 @@ pub struct Addresses {
     pub kubernetes: Option<SocketAddr>,
     /// The listener for webhooks, if it is enabled.
     pub hooks: Option<SocketAddr>,
+    /// The listener for proxies, if it is enabled.
+    pub direct: Option<SocketAddr>,
     /// The private listener, if there are other replicas.
     pub private: Option<SocketAddr>,
     /// The observability listener.
@@ -366,6 +382,10 @@ impl Kas {
             None => None,
             Some(section) => Some((section.clone(), bind("hooks", &section.listen).await?)),
         };
+        let direct_listener = match &config.direct {
+            None => None,
+            Some(section) => Some((section.clone(), bind("direct", &section.listen).await?)),
+        };
         let private_listener = match config.tracker.private_api() {
             None => None,
             Some(private_api) => Some(bind("private_api", &private_api.listen).await?),
@@ -376,6 +396,7 @@ impl Kas {
             api: api_listener.local_addr(),
             kubernetes: kubernetes_listener.as_ref().and_then(Listener::local_addr),
             hooks: hooks_listener.as_ref().and_then(|(_, listener)| listener.local_addr()),
+            direct: direct_listener.as_ref().and_then(|(_, listener)| listener.local_addr()),
             private: private_listener.as_ref().and_then(Listener::local_addr),
             observability: admin_listener.local_addr(),
         };
@@ -414,6 +435,10 @@ impl Kas {
                 Some(hooks::Bound { section, listener, tls })
             }
         };
+        let direct = match direct_listener {
+            None => None,
+            Some((section, listener)) => Some(direct::Bound::new(section, listener, &mut reloader)?),
+        };
         let private_tls = match config.tracker.private_api() {
             None => None,
             Some(private_api) => reloader.private(private_api)?,
@@ -432,6 +457,7 @@ impl Kas {
         let planner_metrics = Arc::new(PlannerMetrics::new(&mut registry));
         let fleet_metrics = Arc::new(FleetMetrics::new(&mut registry));
         let mailbox_metrics = Arc::new(MailboxMetrics::new(&mut registry));
+        let direct_metrics = Arc::new(DirectMetrics::new(&mut registry));
         let view_metrics = Arc::new(ViewMetrics::new(&mut registry));
         let sink_metrics = Arc::new(SinkMetrics::new(&mut registry));
         let admin = Admin {
@@ -447,14 +473,18 @@ impl Kas {
             site: page.clone().map(|page| page as _),
         };
         let admin = Background(tokio::spawn(net::admin::run(admin_listener, admin, lifecycle.clone())));
+        let bound_doors = Doors { api: addresses.api, http: addresses.kubernetes };
         let mesh = match (&config.tracker, &private_listener) {
             (kas_config::Tracker::Gossip(section), Some(listener)) => {
-                Some(Mesh::gossip(section, &secrets.private, peer_tls, listener, &replicas).await?)
+                let secrets = &secrets.private;
+                Some(Mesh::gossip(section, secrets, peer_tls, listener, bound_doors, &replicas).await?)
             }
             (kas_config::Tracker::Redis(section), Some(listener)) => {
                 let passwords = secrets.redis.clone();
+                let secrets = &secrets.private;
                 let (mesh, backend) =
-                    Mesh::redis(section, &secrets.private, passwords, peer_tls, listener, &replicas).await?;
+                    Mesh::redis(section, secrets, passwords, peer_tls, listener, bound_doors, &replicas)
+                        .await?;
                 if let Some(before) = before_redis {
                     reloader.redis(before, &config, &section.redis, backend)?;
                 }
@@ -547,6 +577,14 @@ impl Kas {
             replica.id.clone(),
             mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers)),
         );
+        let catalog = Catalog::new(CatalogParts {
+            router: Arc::clone(&router),
+            observer: Arc::clone(&observer),
+            directory: AgentDirectory::new(Arc::clone(&identity), Arc::clone(&tracker)),
+            files: Arc::clone(&files),
+            rules: fleet::rules(&config.components)
+                .map_err(|(index, why)| StartError::Components { index, why })?,
+        });
         let hub = Hub::new(HubParts {
             settings: HubSettings {
                 memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
@@ -636,6 +674,7 @@ impl Kas {
             Arc::clone(&sync),
             queries,
             Arc::clone(&hub),
+            Arc::clone(&catalog),
         );
         let peers = mesh.as_ref().map(|mesh| Arc::clone(&mesh.peers));
         if let Some(gitlab) = &gitlab {
@@ -659,6 +698,19 @@ impl Kas {
         if let Some(part) = hooks_part {
             parts.add(part);
         }
+        let owners = direct.map(|bound| {
+            let uses = direct::Uses {
+                me: replica.id.clone(),
+                doors: mesh.as_ref().map(|mesh| mesh.doors).unwrap_or_default(),
+                tracker: Arc::clone(&tracker),
+                tunnels: Arc::clone(&tunnels),
+                metrics: direct_metrics,
+                refusals: Arc::clone(&refusals),
+            };
+            let (part, owners) = direct::part(&config, bound, uses);
+            parts.add(part);
+            owners
+        });
         let mut users = SecretUsers { api: Arc::clone(&api), private: None, gitlab };
         if let (Some(mesh), Some(listener), Some(private_api)) =
             (mesh, private_listener, config.tracker.private_api())
@@ -719,6 +771,8 @@ impl Kas {
                 files,
                 fleet_metrics,
                 hub: Arc::clone(&hub),
+                catalog,
+                owners: owners.map(|owners| owners as _),
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),
@@ -811,6 +865,7 @@ impl Kas {
                 .kubernetes_api
                 .as_ref()
                 .map(|section| show(addresses.kubernetes, &section.listen)),
+            direct = config.direct.as_ref().map(|section| show(addresses.direct, &section.listen)),
             hooks = config.hooks.as_ref().map(|section| show(addresses.hooks, &section.listen)),
             private = addresses.private.map(|address| address.to_string()),
             observability = show(addresses.observability, &config.observability.listen),

@@ -5,6 +5,7 @@
 //! further protocol, and an agent that does not answer is named.
 
 mod callers;
+mod catalog;
 mod fan_out;
 mod files;
 mod metrics;
@@ -21,14 +22,20 @@ use kubernetes_api::{Fleet, FleetAnswer, FleetQuestion, FleetRefusal, FleetRoute
 use observe::Observer;
 use routing::router::Router;
 
+pub use self::catalog::Catalog;
 #[cfg(test)]
 pub(crate) use self::files::AgentFile;
 pub use self::metrics::FleetMetrics;
 use self::{
     callers::Callers,
+    catalog::Wanted,
     select::{SelectError, Selected, Want, Who},
 };
-pub(crate) use self::{files::AgentFiles, select::Files};
+pub(crate) use self::{
+    catalog::{CatalogParts, rules},
+    files::AgentFiles,
+    select::Files,
+};
 use crate::directory::AgentDirectory;
 
 /// How long a request may wait for a tunnel of an agent that is said to be connected.
@@ -47,6 +54,7 @@ pub(crate) struct FleetService {
     callers: Arc<Callers>,
     /// Answers questions to views.
     views: Arc<dyn Fleet>,
+    catalog: Arc<Catalog>,
 }
 
 impl FleetService {
@@ -58,10 +66,22 @@ impl FleetService {
         metrics: Arc<FleetMetrics>,
         settings: prometheus::Settings,
         views: Arc<dyn Fleet>,
+        catalog: Arc<Catalog>,
     ) -> Arc<Self> {
         let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
         let callers = Callers::new(settings.per_caller);
-        Arc::new(Self { router, observer, directory, files, metrics, settings, memory, callers, views })
+        Arc::new(Self {
+            router,
+            observer,
+            directory,
+            files,
+            metrics,
+            settings,
+            memory,
+            callers,
+            views,
+            catalog,
+        })
     }
 
     /// Returns the agents that a selector names and the caller reaches.
@@ -118,6 +138,8 @@ impl Fleet for FleetService {
                 self.ask_prometheus(question).await
             }
             FleetRoute::View => self.views.answer(question).await,
+            FleetRoute::Components => self.catalog.answer(Wanted::Components, question).await,
+            FleetRoute::Applications => self.catalog.answer(Wanted::Applications, question).await,
         }
     }
 }

@@ -7,6 +7,7 @@ pub mod app;
 pub mod certificates;
 pub mod cli;
 mod connected;
+pub mod direct;
 mod directory;
 pub mod fleet;
 pub mod hooks;

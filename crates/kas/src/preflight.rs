@@ -132,9 +132,10 @@ fn files(config: &Config) -> Findings {
     let kubernetes = config.agent.kubernetes_api.as_ref();
     let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
     let hooks = config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen, "keys and tokens of hooks"));
-    for (section, listen, what) in
-        listeners.into_iter().chain(private_listener).chain(kubernetes).chain(hooks)
-    {
+    let direct = config.direct.as_ref();
+    let direct_listener = direct.map(|direct| ("direct", &direct.listen, "the secret of proxies"));
+    let more = private_listener.into_iter().chain(kubernetes).chain(hooks).chain(direct_listener);
+    for (section, listen, what) in listeners.into_iter().chain(more) {
         let Some(files) = &listen.tls else {
             if is_reached_from_elsewhere(listen) {
                 findings.warning(
@@ -227,9 +228,24 @@ fn files(config: &Config) -> Findings {
         }
     }
     sinks(config, &mut findings);
+    if let Some(direct) = direct {
+        let key = "direct.authentication_secret_file";
+        if let Err(found) = crate::direct::read_secret(&direct.secret) {
+            findings.problem(
+                key,
+                found,
+                "a file with the secret of proxies: one line, such as of `openssl rand -hex 32`",
+            );
+        }
+        findings.exposure(key.to_owned(), "a secret file", &direct.secret, config.open_secret_files);
+    }
     if let Err((index, why)) = crate::views::definitions(&config.views.files) {
         let expected = "a file with views: [{name, resources, columns}]";
         findings.problem(format!("views.files[{index}]"), why, expected);
+    }
+    if let Err((index, why)) = crate::fleet::rules(&config.components) {
+        let expected = "a file with components: [{name, groups, images, labels, version, service, probe}]";
+        findings.problem(format!("components.files[{index}]"), why, expected);
     }
     identity(config, &mut findings);
     users(config, &mut findings);

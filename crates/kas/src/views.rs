@@ -63,7 +63,7 @@ pub(crate) use self::{
     question::Question,
     reader::Rest,
     rights::ApiCaller,
-    source::{Source, Sources, Tunnels, Watched},
+    source::{Source, Sources, Tunnel, Tunnels, Watched},
     subscription::Subscription,
     tally::{Counts, Tally},
 };

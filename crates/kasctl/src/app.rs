@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, Parser as _};
 
 use crate::{
-    agents, api,
+    agents, api, catalog,
     cli::{Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
@@ -64,6 +64,18 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Get(args) => {
             api::with_client(global.settings(), async |client| get::run(client, output, args, format).await)
                 .await
+        }
+        Command::Components(args) => {
+            api::with_client(global.settings(), async |client| {
+                catalog::components(client, output, args, format).await
+            })
+            .await
+        }
+        Command::Apps(args) => {
+            api::with_client(global.settings(), async |client| {
+                catalog::applications(client, output, args, format).await
+            })
+            .await
         }
         Command::Replicas => {
             api::with_client(global.settings(), async |client| replicas::run(client, output, format).await)

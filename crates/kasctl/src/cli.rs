@@ -1,5 +1,6 @@
 //! The command line. The manual pages are generated from these texts.
 
+mod catalog;
 mod get;
 mod kubectl;
 mod login;
@@ -13,19 +14,21 @@ use clap_complete::Shell;
 use ids::{AgentId, ConnectionId};
 use tonic::metadata::AsciiMetadataValue;
 
-use self::{
-    get::GET_HELP,
-    kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
-    login::{LOGIN_HELP, LOGOUT_HELP},
-    probe::PROBE_HELP,
-    promql::PROMQL_HELP,
-};
 pub(crate) use self::{
+    catalog::CatalogArgs,
     get::GetArgs,
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},
     promql::PromqlArgs,
+};
+use self::{
+    catalog::{APPS_HELP, COMPONENTS_HELP},
+    get::GET_HELP,
+    kubectl::{CREDENTIAL_HELP, KUBECONFIG_HELP},
+    login::{LOGIN_HELP, LOGOUT_HELP},
+    probe::PROBE_HELP,
+    promql::PROMQL_HELP,
 };
 use crate::{
     address::Address,
@@ -393,6 +396,12 @@ pub(crate) enum Command {
     /// Show objects of many clusters as kubectl get does, and keep the rows fresh
     #[command(after_help = GET_HELP)]
     Get(GetArgs),
+    /// Show which known software runs in many clusters
+    #[command(after_help = COMPONENTS_HELP)]
+    Components(CatalogArgs),
+    /// Show which applications are installed in many clusters
+    #[command(after_help = APPS_HELP)]
+    Apps(CatalogArgs),
     /// List the replicas of kas, their health, and their problems
     #[command(after_help = REPLICAS_HELP)]
     Replicas,

@@ -6,6 +6,7 @@ mod agent_list;
 mod agents;
 mod api;
 mod app;
+mod catalog;
 mod cli;
 mod credential;
 mod credential_source;

@@ -61,6 +61,17 @@ fn address_or_name(replica: &AgentOnReplica) -> String {
     printable(if address.is_empty() { &replica.name } else { &address })
 }
 
+/// Describes where direct routes to a replica lead; `None`: there are none.
+fn doors(replica: &AgentOnReplica) -> Option<String> {
+    let known =
+        |address: &str, what: &str| (!address.is_empty()).then(|| format!("{} ({what})", printable(address)));
+    let doors: Vec<String> = [known(&replica.api_door, "API"), known(&replica.http_door, "kubectl")]
+        .into_iter()
+        .flatten()
+        .collect();
+    (!doors.is_empty()).then(|| doors.join(" and "))
+}
+
 /// Returns the names of replicas of GitLab's kas that hold the agent according to their entries in Redis.
 fn gitlab_holders(answer: &ExplainAgentResponse) -> BTreeSet<&str> {
     let views = answer.replicas.iter().flat_map(|replica| &replica.beliefs);
@@ -139,6 +150,11 @@ fn summary(agent: ids::AgentId, answer: &ExplainAgentResponse) -> String {
     if !silent.is_empty() {
         let also = if holders.is_empty() { "" } else { "also " };
         let _ = write!(text, "; according to the table {also}by {}, which did not answer", silent.join(", "));
+    }
+    let doors: Vec<String> =
+        answer.replicas.iter().filter(|replica| holds(replica)).filter_map(doors).collect();
+    if answer.replicas.len() > 1 && !doors.is_empty() {
+        let _ = write!(text, "; direct routes lead to {}", doors.join(", or to "));
     }
     match waiting {
         0 => {}
@@ -229,6 +245,11 @@ struct ReplicaJson<'a> {
     busy_tunnels: u32,
     waiting: u32,
     beliefs: Vec<BeliefJson<'a>>,
+    /// Where direct routes lead to; absent: the replica is not ready, or does not tell.
+    #[serde(skip_serializing_if = "str::is_empty")]
+    api_door: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    http_door: &'a str,
     /// Absent: none of the busy tunnels is occupied by an abandoned request.
     #[serde(skip_serializing_if = "Option::is_none")]
     abandoned: Option<AbandonedJson>,
@@ -275,6 +296,8 @@ impl<'a> WhyJson<'a> {
             idle_tunnels: replica.idle_tunnels,
             busy_tunnels: replica.busy_tunnels,
             waiting: replica.waiting,
+            api_door: &replica.api_door,
+            http_door: &replica.http_door,
             beliefs: replica
                 .beliefs
                 .iter()

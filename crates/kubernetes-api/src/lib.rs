@@ -64,10 +64,10 @@ pub use self::{
     open::{LongCaller, LongCount, LongRequests, OpenLimits},
     origin::Origins,
     rate::RequestRate,
-    selection::Prefix,
+    selection::{Prefix, agent_of_uri},
     serve::{
         DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
-        FleetRoute, NotReached, Reachable,
+        FleetRoute, NotReached, Owners, Reachable,
     },
 };
 use self::{
@@ -120,6 +120,8 @@ pub struct Parts {
     pub diffs: Arc<dyn Diffs>,
     /// Answers questions to many agents, and others below `/fleet/`.
     pub fleet: Arc<dyn Fleet>,
+    /// Knows which replica holds an agent; `None`: proxies are not told.
+    pub owners: Option<Arc<dyn Owners>>,
     /// Called for each request that is allowed, before it is sent to its agent.
     pub allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
 }
@@ -143,6 +145,7 @@ pub struct KubernetesApi {
     allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
     diffs: Arc<dyn Diffs>,
     fleet: Arc<dyn Fleet>,
+    owners: Option<Arc<dyn Owners>>,
     /// Diffs of files that may be made at once.
     diffs_open: Semaphore,
     open: Arc<OpenRequests>,
@@ -170,6 +173,7 @@ impl KubernetesApi {
             is_ready,
             diffs,
             fleet,
+            owners,
             allowed,
         } = parts;
         let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
@@ -185,6 +189,7 @@ impl KubernetesApi {
             allowed,
             diffs,
             fleet,
+            owners,
             diffs_open: Semaphore::new(serve::DIFFS),
             open,
             sightings: Arc::default(),

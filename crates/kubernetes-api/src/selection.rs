@@ -107,6 +107,15 @@ pub(crate) fn place<'a>(prefix: &Prefix, path_and_query: &'a str) -> Result<Plac
     }
 }
 
+/// Returns the agent that path and query of a request to the endpoint name; `None`: they name none, or are
+/// not of the endpoint.
+pub fn agent_of_uri(prefix: &Prefix, path_and_query: &str) -> Option<AgentId> {
+    match place(prefix, path_and_query) {
+        Ok(Place::Cluster(at)) => at.agent,
+        _ => None,
+    }
+}
+
 /// Returns the agent that a host name names; `None`: it is not below `suffix`.
 ///
 /// # Errors

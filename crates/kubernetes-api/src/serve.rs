@@ -1,6 +1,7 @@
 //! The steps of a request.
 
 mod diff;
+mod direct;
 mod fleet;
 
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
@@ -57,6 +58,7 @@ pub(crate) use self::diff::DIFFS;
 pub(crate) use self::fleet::routes;
 pub use self::{
     diff::{DiffQuestion, Diffs},
+    direct::Owners,
     fleet::{
         Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute, NotReached,
         Reachable,
@@ -294,6 +296,14 @@ impl KubernetesApi {
         // A page cannot add a header that names an agent to a preflight request.
         if !is_preflight(&parts.method, &parts.headers) {
             let agent = selection::agreed(named, &settings.prefix)?;
+            if connect.is_none()
+                && let Some(response) = self.sent_to_owner(&parts.headers, trust, agent).await
+            {
+                // Its owner counts and records it.
+                about.is_probe = true;
+                direct::discard(body);
+                return Ok(response);
+            }
             about.record.target(agent, None);
             about.agent = Some(agent);
         }

@@ -20,6 +20,8 @@ pub enum ListenerName {
     Kubernetes,
     /// The listener for webhooks.
     Hooks,
+    /// The listener for proxies.
+    Direct,
 }
 
 /// Why a connection or stream was refused or ended early.

@@ -10,8 +10,8 @@ use std::{
 
 use async_trait::async_trait;
 use cluster::{
-    AgentView, Candidate, ClusterView, Connected, Connection, Connections, History, InMemoryTracker, Lease,
-    Locator, Mark, Query, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Replicas, TrackerError,
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Doors, History, InMemoryTracker,
+    Lease, Locator, Mark, Query, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Replicas, TrackerError,
     TrackerStatus, Wire,
 };
 use ids::{AgentId, ReplicaId};
@@ -66,6 +66,8 @@ pub struct Options {
     pub gc: Duration,
     /// `grpc://host:port` at which a 14.1 replica may ask this one for tunnels; empty if it must not.
     pub url: String,
+    /// Where callers reach this replica.
+    pub doors: Doors,
     /// Version and commit of this build.
     pub build: (String, String),
     /// Identifies this process among those of the same replica. A later process must have a higher number,
@@ -84,6 +86,7 @@ impl Options {
             entry_refresh: Duration::from_secs(240),
             gc: Duration::from_secs(600),
             url: String::new(),
+            doors: Doors::default(),
             build: (String::new(), String::new()),
             run,
         }
@@ -607,6 +610,21 @@ impl Connections for RedisTracker {
 impl ClusterView for RedisTracker {
     fn live(&self) -> watch::Receiver<usize> {
         self.live.subscribe()
+    }
+
+    fn doors(&self, replica: &ReplicaId) -> Doors {
+        let now = Instant::now();
+        let inner = self.inner();
+        if *replica == self.me.id {
+            return if inner.state == ReplicaState::Ready { self.options.doors } else { Doors::default() };
+        }
+        let ready = inner.peers.get(replica).filter(|peer| {
+            peer.liveness.state() == ReplicaState::Ready && peer.health(now) == ReplicaHealth::Live
+        });
+        ready.map_or(Doors::default(), |peer| {
+            let Ok(doors) = peer.liveness.doors.parse();
+            doors
+        })
     }
 
     async fn replicas(&self) -> Replicas {

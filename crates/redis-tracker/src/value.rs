@@ -204,6 +204,9 @@ pub(crate) struct Liveness {
     /// It has recently seen entries of replicas of 14.1.
     #[serde(default)]
     pub(crate) gitlab: bool,
+    /// Where callers reach it, as the text of [`cluster::Doors`].
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) doors: String,
 }
 
 impl Liveness {

@@ -174,6 +174,7 @@ impl RedisTracker {
             commit: self.options.build.1.clone(),
             agents: inner.outbox.routes() as u64,
             gitlab: inner.cache.has_seen_gitlab(Instant::now()),
+            doors: self.options.doors.to_string(),
         }
     }
 

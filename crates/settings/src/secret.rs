@@ -218,6 +218,11 @@ pub fn read_password(path: &Path) -> Result<SecretString, String> {
     if password.is_empty() { Err(format!("an empty file ({shown})")) } else { Ok(password.to_owned().into()) }
 }
 
+/// Whether `given` is this password. Takes constant time for texts of the same length.
+pub fn is_same(password: &SecretString, given: &[u8]) -> bool {
+    password.expose_secret().as_bytes().ct_eq(given).into()
+}
+
 fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(content)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use clap::ValueEnum;
 use cluster::{
-    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Lease, Locator, Mark, PeerReport,
-    Query, Replicas, Tracker, TrackerError, TrackerStatus, Unanswered,
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Doors, Lease, Locator, Mark,
+    PeerReport, Query, Replicas, Tracker, TrackerError, TrackerStatus, Unanswered,
 };
 use ids::{AgentId, ReplicaId};
 use kas::replicas::gossip_backend::GossipBackend;
@@ -95,6 +95,10 @@ impl ClusterView for Flawed {
 
     async fn replicas(&self) -> Replicas {
         self.tracker.replicas().await
+    }
+
+    fn doors(&self, replica: &ReplicaId) -> Doors {
+        self.tracker.doors(replica)
     }
 
     fn status(&self) -> TrackerStatus {

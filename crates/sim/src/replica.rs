@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use base64::Engine as _;
-use cluster::{ClusterView as _, Locator as _, Replica, ReplicaHealth, ReplicaStatus};
+use cluster::{ClusterView as _, Doors, Locator as _, Replica, ReplicaHealth, ReplicaStatus};
 use gossip::{KeyRing, simulation::Envelopes};
 use history::{Micros, Version, View};
 use identity::jwt::JwtVerifier;
@@ -344,6 +344,7 @@ async fn build(world: &World, replica: usize, seeds: HashSet<SocketAddr>) -> Res
     let backend = GossipBackend::new(Parts {
         me: me.clone(),
         cluster: config.cluster.clone(),
+        doors: Doors::default(),
         peers: Arc::clone(&peers),
         metrics: Arc::new(ReplicaMetrics::new(&mut Registry::default())),
         gossip,

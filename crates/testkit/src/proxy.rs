@@ -3,7 +3,11 @@
 //! Each has the documented configuration, and its default timers unless others are given. What
 //! docs/proxies.md shows for the endpoint for kubectl is read from there: [`documented`].
 
-use std::{net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
 
 use anyhow::{Context as _, Result};
 use parking_lot::Mutex;
@@ -201,15 +205,52 @@ impl Proxy {
         Self::nginx_with(TempDir::with_prefix("nginx-test-")?, [address; 2], "", server).await
     }
 
+    /// Starts nginx with what docs/direct.md shows under a heading, in front of the Kubernetes API endpoints or
+    /// the API listeners of three replicas; `http2`: clients speak HTTP/2, and it has no TLS. The listener for
+    /// proxies of the n-th replica is `direct[n]`, and takes `secret`.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn direct(
+        heading: &str,
+        http2: bool,
+        replicas: [IpAddr; 3],
+        direct: [SocketAddr; 3],
+        secret: &str,
+    ) -> Result<Self> {
+        let (_, section) = include_str!("../../../docs/direct.md")
+            .split_once(&format!("\n## {heading}\n"))
+            .context("docs/direct.md has the section")?;
+        let (_, block) = section.split_once("\n```nginx\n").context("the section has a block")?;
+        let mut block = block.split_once("\n```").context("the block ends")?.0.replace("SECRET", secret);
+        for (n, (replica, direct)) in replicas.into_iter().zip(direct).enumerate() {
+            block = block.replace(&format!("10.0.0.{}:8157", n + 1), &direct.to_string());
+            block = block.replace(&format!("10.0.0.{}:", n + 1), &format!("{replica}:"));
+        }
+        let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let listen = if http2 { " http2" } else { "" };
+        let lines = block.lines().filter(|line| !line.trim_start().starts_with("ssl_"));
+        let lines: Vec<String> = lines
+            .map(|line| line.replace("listen 443 ssl http2;", &format!("listen {address}{listen};")))
+            .collect();
+        let dir = TempDir::with_prefix("nginx-test-")?;
+        Self::nginx_of(dir, [address; 2], &lines.join("\n")).await
+    }
+
     async fn nginx_with(dir: TempDir, addresses: [SocketAddr; 2], http: &str, server: &str) -> Result<Self> {
+        Self::nginx_of(dir, addresses, &format!("{http} server {{ {server} }}")).await
+    }
+
+    /// Starts nginx with this in its block `http`.
+    async fn nginx_of(dir: TempDir, addresses: [SocketAddr; 2], http: &str) -> Result<Self> {
         let at = path(dir.path())?;
         let temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"];
         let temporary: String =
             temporary.iter().map(|name| format!("{name}_temp_path {at}/{name};\n")).collect();
         let config = format!(
             "daemon off; master_process off; pid {at}/pid; error_log stderr info;
-            events {{ worker_connections 64; }}
-            http {{ access_log off;\n{temporary}{http} server {{ {server} }} }}"
+            events {{ worker_connections 256; }}
+            http {{ access_log off;\n{temporary}{http} }}"
         );
         let file = dir.path().join("nginx.conf");
         std::fs::write(&file, config)?;

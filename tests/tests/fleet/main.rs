@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
+mod catalog;
 mod expressions;
 mod prometheus;
 mod promql;

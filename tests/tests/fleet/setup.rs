@@ -40,7 +40,7 @@ pub(crate) struct Setup {
 }
 
 /// Returns an address of this machine that is not loopback: the API server's proxy dials no other.
-fn own_address() -> Result<IpAddr> {
+pub(crate) fn own_address() -> Result<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     // Nothing is sent: the system chooses the address from which it would be.
     socket

@@ -9,6 +9,7 @@
 #![allow(clippy::unwrap_used)] // a test may panic
 
 mod agents;
+mod direct;
 mod endpoint;
 mod exchange;
 

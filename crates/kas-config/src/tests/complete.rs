@@ -318,6 +318,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             all_secrets_listed: false,
         },
         hooks: None,
+        direct: None,
         observability: Observability {
             listen: loopback(8151),
             metrics_path: "/metrics".into(),
@@ -365,6 +366,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
         },
         views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
         sinks: Sinks::default(),
+        components: Vec::new(),
     };
     for yaml in ["", "# nothing\n", "{}", "agent:\napi:\n  listen:\n", "agent: {kubernetes_api: }"] {
         let loaded = load(yaml, &env()).unwrap();

@@ -252,3 +252,19 @@ fn hooks_are_off_unless_the_file_has_the_section() {
     let clash = problems("hooks: {listen: {address: '127.0.0.1:8150'}}");
     assert!(clash[0].starts_with("hooks.listen.address: "), "{clash:?}");
 }
+
+#[test]
+fn direct_routes_are_off_and_need_several_replicas_and_a_secret() {
+    assert_eq!(config("").direct, None);
+    let replicas = "private_api: {listen: {authentication_secret_file: /p}}";
+    let with = |section: &str| format!("{replicas}\n{section}");
+    let direct = config(&with("direct: {authentication_secret_file: /d}")).direct.unwrap();
+    assert_eq!((&*direct.listen.address, direct.secret), ("0.0.0.0:8157", "/d".into()));
+    let none = problems(&with("direct: {}"));
+    assert!(none[0].starts_with("direct.authentication_secret_file: "), "{none:?}");
+    let alone = problems("direct: {authentication_secret_file: /d}");
+    assert!(alone[0].starts_with("direct: ") && alone[0].contains("one replica"), "{alone:?}");
+    let clash =
+        problems(&with("direct: {authentication_secret_file: /d, listen: {address: '127.0.0.1:8150'}}"));
+    assert!(clash[0].starts_with("direct.listen.address: "), "{clash:?}");
+}

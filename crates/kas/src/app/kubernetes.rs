@@ -10,7 +10,7 @@ use identity::Identity;
 use kas_config::{Config, KubernetesApi as Section, Listen, PerCaller};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{
-    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Parts, Prefix, RequestRate, Settings,
+    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Owners, Parts, Prefix, RequestRate, Settings,
 };
 use net::{
     http::{Age, Limits, Protocols, Server},
@@ -26,7 +26,7 @@ use super::{StartError, part::Part, reload::Reloader};
 use crate::{
     certificates::LiveVerifier,
     directory::AgentDirectory,
-    fleet::{AgentFiles, FleetMetrics, FleetService},
+    fleet::{AgentFiles, Catalog, FleetMetrics, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
     views::{HttpViews, Hub},
@@ -52,6 +52,9 @@ pub(super) struct Uses {
     pub(super) files: Arc<AgentFiles>,
     pub(super) fleet_metrics: Arc<FleetMetrics>,
     pub(super) hub: Arc<Hub>,
+    pub(super) catalog: Arc<Catalog>,
+    /// `None`: proxies are not told who holds an agent.
+    pub(super) owners: Option<Arc<dyn Owners>>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -131,6 +134,8 @@ pub(super) async fn part(
         files,
         fleet_metrics,
         hub,
+        catalog,
+        owners,
         observer,
         metrics,
         refusals,
@@ -154,6 +159,7 @@ pub(super) async fn part(
         fleet_metrics,
         (&config.prometheus).into(),
         HttpViews::new(hub),
+        catalog,
     );
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
@@ -166,6 +172,7 @@ pub(super) async fn part(
         is_ready,
         diffs: sync,
         fleet,
+        owners,
         allowed: Box::new(move |authorized| {
             if let Some(usage) = &usage {
                 count(usage, authorized);

@@ -1,6 +1,6 @@
 //! Reloads files that change while kas runs: certificates, secrets, and the files for Redis.
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use identity::jwt::JwtVerifier;
 use net::tls;
@@ -9,6 +9,7 @@ use process::files::{self, Followed, Snapshot};
 use super::StartError;
 use crate::{
     certificates::{Certificates, LiveVerifier, PrivateTls, UserListener},
+    direct::{self, ProxySecret},
     listener::api::ApiListener,
     preflight,
     replicas::{Rotation, redis_backend::RedisBackend},
@@ -106,6 +107,21 @@ impl Reloader {
             live.replace(tls::client(Some(&file)).map_err(|error| process::error::chain(&error))?);
             Ok("reloaded: new connections to Gitaly use the new certificates".to_owned())
         }));
+    }
+
+    /// Reads the secret of proxies, and reloads it.
+    ///
+    /// # Errors
+    /// What was found instead.
+    pub(super) fn proxies(&mut self, file: PathBuf) -> Result<Arc<ProxySecret>, String> {
+        let before = Snapshot::reading(vec![file.clone()]);
+        let secret = ProxySecret::new(direct::read_secret(&file)?);
+        let used = Arc::clone(&secret);
+        self.all.push(before.then("direct.authentication_secret_file", move || {
+            used.replace(direct::read_secret(&file)?);
+            Ok("reloaded: proxies must send the new secret".to_owned())
+        }));
+        Ok(secret)
     }
 
     /// Reloads the passwords, certificates and CA certificates for Redis.

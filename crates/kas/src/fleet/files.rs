@@ -46,6 +46,8 @@ pub(crate) struct AgentFile {
     pub(crate) prometheus: Option<Prometheus>,
     /// Why the current file is not good. What is above is then that of the last good one.
     pub(crate) flaw: Option<String>,
+    /// Whether Helm's Secrets may be read for the list of applications.
+    pub(crate) helm: bool,
     /// The only namespaces; empty: the whole cluster.
     pub(crate) namespaces: BTreeSet<String>,
 }
@@ -181,6 +183,7 @@ fn of_state(state: &KasState) -> AgentFile {
         Some(file) => AgentFile {
             labels: file.labels.clone(),
             prometheus: file.prometheus.clone(),
+            helm: file.helm,
             namespaces: file.namespaces.clone().unwrap_or_default(),
             flaw,
         },
@@ -197,6 +200,7 @@ fn to_wire(agent: AgentId, file: AgentFile) -> KasYamlOfAgent {
             scope: prometheus.scope.map_or_else(String::new, |scope| scope.to_string()),
         }),
         namespaces: file.namespaces.into_iter().collect(),
+        helm: file.helm,
         flaw: file.flaw.unwrap_or_default(),
     }
 }
@@ -224,6 +228,7 @@ fn from_wire(told: KasYamlOfAgent) -> AgentFile {
     AgentFile {
         labels: told.labels.into_iter().collect(),
         prometheus,
+        helm: told.helm,
         namespaces: told.namespaces.into_iter().collect(),
         flaw,
     }
@@ -260,6 +265,7 @@ mod tests {
         let file = r#"
 labels: {env: prod}
 namespaces: [a, b]
+applications: {helm: true}
 prometheus: {service: m/https:prom:9090, prefix: /p, match: '{ns="shop"}'}
 "#;
         let good = agent_config::kas_yaml::parse(file.as_bytes()).unwrap();

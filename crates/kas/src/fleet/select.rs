@@ -21,7 +21,6 @@ const MOST_GUESSED: usize = 50;
 #[derive(Clone)]
 pub(crate) enum Who {
     /// A caller of the API, who reaches every agent with agentk's own rights.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the API has no question to many agents yet"))]
     Api,
     /// A caller of the HTTP endpoint.
     Caller(Arc<dyn FleetCaller>),

@@ -32,6 +32,7 @@ use routing::{
 };
 
 use super::{failed, not_grpc, too_large};
+use crate::fleet::Catalog;
 use crate::hooks::HookQueries;
 use crate::pushes::Pushes;
 use crate::sync::SyncService;
@@ -80,9 +81,11 @@ impl ApiListener {
         sync: Arc<SyncService>,
         hooks: Option<Arc<HookQueries>>,
         views: Arc<Hub>,
+        catalog: Arc<Catalog>,
     ) -> Arc<Self> {
+        let shared = Arc::clone(&router);
         let services =
-            services::Services::new(Arc::clone(&router), tracker, pushes, gitaly, phase, sync, hooks, views);
+            services::Services::new(shared, tracker, pushes, gitaly, phase, sync, hooks, views, catalog);
         Arc::new(Self { jwt: ArcSwap::from_pointee(jwt), router, refusals, services, observer, attempts })
     }
 

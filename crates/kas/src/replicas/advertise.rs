@@ -9,6 +9,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket},
 };
 
+use cluster::Doors;
 use kas_config::{Host, HostPort, Network, PrivateApi};
 
 /// Why the address is not known.
@@ -82,6 +83,20 @@ pub fn address(
         return Err(Error::Loopback { address, seed });
     }
     Ok(address)
+}
+
+/// Returns where callers on other hosts reach the listeners for them, which are bound to `bound`, if other
+/// replicas reach this one at `own`. A listener that only this host reaches has no address, unless replicas
+/// have such addresses too.
+pub fn doors(bound: Doors, own: IpAddr) -> Doors {
+    let reached = |bound: SocketAddr| {
+        let ip = bound.ip().to_canonical();
+        if ip.is_unspecified() {
+            return Some(SocketAddr::new(own, bound.port()));
+        }
+        (!ip.is_loopback() || own.to_canonical().is_loopback()).then_some(bound)
+    };
+    Doors { api: bound.api.and_then(reached), http: bound.http.and_then(reached) }
 }
 
 /// Looks up a name; prefers an address that the listener serves.
@@ -214,6 +229,17 @@ mod tests {
         assert_eq!(decide(&nothing, "[::]:4", &[]).unwrap_err(), expected);
         // A seed of a family that is not served is ignored.
         assert_eq!(decide(&nothing, "0.0.0.0:4", &["[fd00::1]:8155"]).unwrap_err(), expected);
+    }
+
+    #[test]
+    fn a_door_has_the_address_that_others_reach() {
+        let of = |api: &str, http: &str, own: &str| {
+            let bound = Doors { api: api.parse().ok(), http: http.parse().ok() };
+            doors(bound, own.parse().unwrap()).to_string()
+        };
+        assert_eq!(of("0.0.0.0:1", "[::]:2", "10.0.0.7"), "api=10.0.0.7:1,http=10.0.0.7:2");
+        assert_eq!(of("10.0.0.8:1", "127.0.0.1:2", "10.0.0.7"), "api=10.0.0.8:1");
+        assert_eq!(of("127.0.0.1:1", "", "127.0.0.1"), "api=127.0.0.1:1");
     }
 
     #[test]

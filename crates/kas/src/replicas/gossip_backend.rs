@@ -24,7 +24,7 @@ use std::{
 
 use async_trait::async_trait;
 use cluster::{
-    ClusterView as _, Connections as _, History, InMemoryTracker, Replica, ReplicaHealth, ReplicaState,
+    ClusterView as _, Connections as _, Doors, History, InMemoryTracker, Replica, ReplicaHealth, ReplicaState,
 };
 use gossip::{Gossip, KeyRing, Timing};
 use grpc::service::LocalService;
@@ -75,6 +75,8 @@ mod key {
     pub(super) const TABLE: &str = "tbl";
     /// The last changes of the table.
     pub(super) const CHANGES: &str = "chg";
+    /// Where callers reach the replica; absent: nowhere from other hosts.
+    pub(super) const DOORS: &str = "door";
 }
 
 /// What gossip has published: the version of the table, and the state.
@@ -115,6 +117,8 @@ pub struct Parts {
     pub me: Replica,
     /// The name of its group of replicas. Replicas of other groups get no table.
     pub cluster: String,
+    /// Where callers reach this replica.
+    pub doors: Doors,
     /// The links to the others.
     pub peers: Arc<Peers>,
     /// What is measured.
@@ -141,6 +145,7 @@ pub struct GossipBackend {
     this: Weak<Self>,
     me: Replica,
     cluster: String,
+    doors: Doors,
     /// Gossip sends news at most this often.
     interval: Duration,
     peers: Arc<Peers>,
@@ -169,6 +174,8 @@ struct Inner {
     streams: HashMap<StreamId, AbortHandle>,
     /// The build of each replica, from gossip.
     builds: HashMap<ReplicaId, String>,
+    /// Where callers reach each replica, from gossip.
+    doors: HashMap<ReplicaId, Doors>,
     /// Why there is no table from an address.
     refusals: HashMap<Arc<str>, String>,
     /// The advertised address of this replica belongs to another replica.
@@ -224,7 +231,7 @@ impl Inner {
 impl GossipBackend {
     /// Returns the tracker of a replica. It starts to work in [`Backend::run`].
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { me, cluster, peers, metrics, gossip, seeds, ttl, interval } = parts;
+        let Parts { me, cluster, doors, peers, metrics, gossip, seeds, ttl, interval } = parts;
         let limits = Limits { ttl, ..Limits::default() };
         // One per process, above those of earlier processes of the same name, unless the clock was set back.
         // Then peers report the higher epoch.
@@ -237,6 +244,7 @@ impl GossipBackend {
             sweep_at: SWEEP,
             streams: HashMap::new(),
             builds: HashMap::new(),
+            doors: HashMap::new(),
             refusals: HashMap::new(),
             address_alarm: None,
             subscribers: 0,
@@ -250,6 +258,7 @@ impl GossipBackend {
             own: InMemoryTracker::new(me.clone()),
             me,
             cluster,
+            doors,
             peers,
             metrics,
             inner: Mutex::new(inner),
@@ -295,6 +304,9 @@ impl GossipBackend {
         let build = format!("{} {}", process::version::VERSION, process::version::COMMIT);
         self.publish(key::API, &self.me.address);
         self.publish(key::BUILD, &build);
+        if !self.doors.is_empty() {
+            self.publish(key::DOORS, &self.doors.to_string());
+        }
         let mut incarnation = gossip.generation();
         let mut news = self.news.subscribe();
         let mut own = self.own.connection_changes();
@@ -433,6 +445,7 @@ impl GossipBackend {
         self.metrics.unread(PeerRecord::Changes, unread.changes);
         let mut inner = self.inner();
         inner.builds = known.builds();
+        inner.doors = known.doors();
         inner.table.gossip(&view, Instant::now());
     }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::HashSet, net::SocketAddr, sync::Arc, time::Duration};
 
-use cluster::Replica;
+use cluster::{Doors, Replica};
 use discovery::{Discovery, Dns, HostPort, Kubernetes, PortSelector, Static};
 use gossip::KeyRing;
 use ids::ReplicaId;
@@ -56,6 +56,8 @@ pub enum MeshError {
 pub struct Mesh {
     /// This replica.
     pub me: Replica,
+    /// Where callers reach this replica from other hosts.
+    pub doors: Doors,
     /// How replicas learn of each other.
     pub backend: Arc<dyn Backend>,
     /// The links.
@@ -178,6 +180,7 @@ fn replica(address: SocketAddr) -> Replica {
 
 impl Mesh {
     /// Starts gossip on the port of `listener`, and discovery. `tls` is for calls to other replicas.
+    /// `bound_doors` are the addresses that the listeners for callers are bound to.
     ///
     /// # Errors
     /// See [`MeshError`]. Nothing keeps running then.
@@ -186,6 +189,7 @@ impl Mesh {
         secrets: &[ApiSecret],
         tls: Option<Live<rustls::ClientConfig>>,
         listener: &Listener,
+        bound_doors: Doors,
         metrics: &Arc<ReplicaMetrics>,
     ) -> Result<Self, MeshError> {
         let bound = listener.local_addr().ok_or(MeshError::NoAddress)?;
@@ -199,6 +203,7 @@ impl Mesh {
         });
         let address = own_address(&config.private_api, bound, &mut seeds).await?;
         let me = replica(address);
+        let doors = advertise::doors(bound_doors, address.ip());
         let (keys, ring) = watch::channel(Arc::new(ring(secrets)?));
         let gossip =
             gossip_backend::start(&config.gossip, &me.address, bound, address, ring, seeds.clone()).await?;
@@ -206,6 +211,7 @@ impl Mesh {
         let backend = GossipBackend::new(gossip_backend::Parts {
             me: me.clone(),
             cluster: config.gossip.cluster.clone(),
+            doors,
             peers: Arc::clone(&peers),
             metrics: Arc::clone(metrics),
             gossip,
@@ -213,7 +219,7 @@ impl Mesh {
             ttl: config.table_ttl,
             interval: config.gossip.interval,
         });
-        Ok(Self { me, backend, peers, credential, keys, _discovery: discovery })
+        Ok(Self { me, doors, backend, peers, credential, keys, _discovery: discovery })
     }
 
     /// As [`gossip`](Self::gossip), for replicas that share a Redis. Redis need not be reachable yet. Also
@@ -227,6 +233,7 @@ impl Mesh {
         passwords: RedisPasswords,
         tls: Option<Live<rustls::ClientConfig>>,
         listener: &Listener,
+        bound_doors: Doors,
         metrics: &Arc<ReplicaMetrics>,
     ) -> Result<(Self, Arc<RedisBackend>), MeshError> {
         let bound = listener.local_addr().ok_or(MeshError::NoAddress)?;
@@ -245,10 +252,12 @@ impl Mesh {
         };
         let me = replica(address);
         let (credential, peers) = links(&me, secrets, tls)?;
-        let backend =
-            RedisBackend::new(me.clone(), config, passwords, Arc::clone(&peers), Arc::clone(metrics))?;
+        let doors = advertise::doors(bound_doors, address.ip());
+        let (links, metrics) = (Arc::clone(&peers), Arc::clone(metrics));
+        let backend = RedisBackend::new(me.clone(), config, passwords, doors, links, metrics)?;
         let mesh = Self {
             me,
+            doors,
             backend: Arc::clone(&backend) as _,
             peers,
             credential,

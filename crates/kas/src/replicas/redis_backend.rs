@@ -6,8 +6,9 @@ use std::{collections::HashSet, net::SocketAddr, path::PathBuf, sync::Arc, time:
 
 use async_trait::async_trait;
 use cluster::{
-    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Lease, Locator, Mark, PeerReport,
-    Query, Replica, ReplicaHealth, ReplicaState, Replicas, TrackerError, TrackerStatus, Unanswered,
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Doors, Lease, Locator, Mark,
+    PeerReport, Query, Replica, ReplicaHealth, ReplicaState, Replicas, TrackerError, TrackerStatus,
+    Unanswered,
 };
 use futures_util::stream;
 use grpc::service::{LocalService, local_service};
@@ -216,6 +217,7 @@ impl RedisBackend {
         me: Replica,
         config: &kas_config::Shared,
         passwords: RedisPasswords,
+        doors: Doors,
         peers: Arc<Peers>,
         metrics: Arc<ReplicaMetrics>,
     ) -> Result<Arc<Self>, Error> {
@@ -226,6 +228,7 @@ impl RedisBackend {
         let url = if peers.is_plain() { format!("grpc://{}", me.address) } else { String::new() };
         let options = redis_tracker::Options {
             url,
+            doors,
             key_prefix: config.redis.key_prefix.clone(),
             ttl: config.ttl,
             entry_ttl: config.entry_ttl,
@@ -355,6 +358,10 @@ impl ClusterView for RedisBackend {
 
     async fn replicas(&self) -> Replicas {
         self.redis.replicas().await
+    }
+
+    fn doors(&self, replica: &ReplicaId) -> Doors {
+        self.redis.doors(replica)
     }
 
     fn status(&self) -> TrackerStatus {

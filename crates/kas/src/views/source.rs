@@ -115,7 +115,19 @@ impl Sources for Tunnels {
 }
 
 /// The API server at the end of a tunnel.
-struct Tunnel(Cluster);
+pub(crate) struct Tunnel(Cluster);
+
+impl Tunnel {
+    /// Returns the API server that `cluster` calls. A page that is larger than [`MAX_PAGE`] when it is unpacked
+    /// is refused.
+    pub(crate) fn new(cluster: Cluster) -> Self {
+        Self(cluster)
+    }
+
+    pub(crate) fn cluster(&self) -> &Cluster {
+        &self.0
+    }
+}
 
 fn target(text: &str) -> Result<Target, Status> {
     let parsed = Target::parse(text.to_owned());

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "clippy spares test functions, not the helpers of a test target")]
 
 mod agents;
+mod catalog;
 mod command_line;
 mod connection;
 mod explain;

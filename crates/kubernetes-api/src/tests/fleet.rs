@@ -51,7 +51,7 @@ async fn every_route_has_its_class_of_callers() {
             assert_eq!(refused.status(), 405);
             assert_eq!(refused.headers()["allow"], &*route.allow());
         }
-        let mut impersonating = request(route, "POST", Some(TOKEN));
+        let mut impersonating = request(route, route.methods[0], Some(TOKEN));
         impersonating.headers_mut().insert("impersonate-user", "admin".parse().unwrap());
         failure(send(&lab, impersonating).await, 400, "BadRequest", None).await;
     }

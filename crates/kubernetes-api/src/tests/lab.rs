@@ -365,6 +365,7 @@ impl Lab {
             is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
             diffs: Arc::new(FakeDiffs),
             fleet: Arc::new(FakeFleet),
+            owners: None,
             allowed: Box::new({
                 let allowed = Arc::clone(&allowed);
                 move |authorized| allowed.lock().push(authorized.caller.name.to_string())

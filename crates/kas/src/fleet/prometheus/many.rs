@@ -15,7 +15,7 @@ use promql::{AgentLabels, AnswerError};
 use super::{
     Settings,
     form::Form,
-    one::{TASK, Told, Untold, ask, no_server},
+    one::{TASK, Told, Untold, ask},
     reply::Reply,
 };
 use crate::fleet::{
@@ -177,26 +177,24 @@ impl Many<'_> {
         let Self { service, settings, actor, budget, members, mut unanswered, needs_all, .. } = self;
         let refused = parking_lot::Mutex::new(BTreeSet::new());
         let total = members.len();
-        let asker = |member: &Member| {
-            let server = member.file.as_ref().and_then(|file| file.prometheus.clone());
-            let flaw = member.file.as_ref().and_then(|file| file.flaw.as_deref());
-            let server = server.ok_or_else(|| Gap::new(no_server(flaw)))?;
-            let cluster = service.cluster(CallSettings {
-                agent: member.id,
-                task: TASK,
-                actor: Arc::clone(&actor),
-                run_as: member.run_as.clone(),
-                timeout: settings.timeout,
-                max_body: settings.answer,
-                budget: Arc::clone(&budget),
-            });
-            Ok(Asker { cluster, server })
-        };
         let times = Times { each: settings.timeout, all: settings.timeout * 3 };
         let one = async |member: Member| {
-            let answer = match asker(&member) {
-                Ok(asker) => ask(asker, member).await,
-                Err(gap) => Err(gap),
+            let file = member.file.clone().unwrap_or_default();
+            let server = service.server(member.id, &actor, member.run_as.as_ref(), &file).await;
+            let answer = match server {
+                Ok(server) => {
+                    let cluster = service.cluster(CallSettings {
+                        agent: member.id,
+                        task: TASK,
+                        actor: Arc::clone(&actor),
+                        run_as: member.run_as.clone(),
+                        timeout: settings.timeout,
+                        max_body: settings.answer,
+                        budget: Arc::clone(&budget),
+                    });
+                    ask(Asker { cluster, server }, member).await
+                }
+                Err((_, why)) => Err(Gap::new(why)),
             };
             answer.map_err(|gap: Gap| {
                 refused.lock().insert(gap.refused);

@@ -1,10 +1,12 @@
 //! The Prometheus of one agent: bytes as they are, unless `kas.yaml` narrows what may be asked.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use callers::Authorized;
 use grpc::{Code, Outcome, Status};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
-use ids::AgentId;
+use ids::{Actor, AgentId, Impersonation};
 use kubernetes_api::FleetQuestion;
 use promql::{Refused, Scope};
 
@@ -15,7 +17,9 @@ use super::{
     form::{Form, Sent},
     reply::Reply,
 };
-use crate::fleet::{CallSettings, FleetService, select::impersonated};
+use crate::fleet::{
+    CallSettings, FleetService, catalog::PrometheusFound, files::AgentFile, select::impersonated,
+};
 
 /// The name of the task in logs.
 pub(super) const TASK: &str = "fleet/prometheus";
@@ -168,7 +172,8 @@ impl FleetService {
     ) -> Reply {
         let agent = authorized.agent;
         let Some(api) = api(path) else { return Reply::not_found(path) };
-        let server = match self.server_of(agent).await {
+        let (actor, run_as) = (question.caller.actor(), impersonated(authorized.run_as));
+        let server = match self.server_of(agent, &actor, run_as.as_ref()).await {
             Ok(server) => server,
             Err(reply) => return reply,
         };
@@ -182,8 +187,8 @@ impl FleetService {
         let cluster = self.cluster(CallSettings {
             agent,
             task: TASK,
-            actor: question.caller.actor(),
-            run_as: impersonated(authorized.run_as),
+            actor,
+            run_as,
             timeout: self.settings.timeout,
             max_body: self.settings.answer,
             budget,
@@ -197,7 +202,12 @@ impl FleetService {
     }
 
     /// Returns where the Prometheus of an agent is.
-    async fn server_of(&self, agent: AgentId) -> Result<Prometheus, Reply> {
+    async fn server_of(
+        &self,
+        agent: AgentId,
+        actor: &Arc<Actor>,
+        run_as: Option<&Arc<Impersonation>>,
+    ) -> Result<Prometheus, Reply> {
         let known = self.files.of(&[agent]).await.remove(&agent);
         let file = match known {
             Some(Ok(file)) => file,
@@ -206,20 +216,55 @@ impl FleetService {
             }
             None => return Err(Reply::error(StatusCode::SERVICE_UNAVAILABLE, "the agent is not known")),
         };
-        file.prometheus.clone().ok_or_else(|| {
-            Reply::error(
-                StatusCode::NOT_FOUND,
-                &format!("agent {agent}: {}", no_server(file.flaw.as_deref())),
-            )
-        })
+        let server = self.server(agent, actor, run_as, &file).await;
+        server.map_err(|(status, why)| Reply::error(status, &format!("agent {agent}: {why}")))
     }
-}
 
-/// Says why there is no server to ask.
-pub(super) fn no_server(flaw: Option<&str>) -> String {
-    match flaw {
-        None => "its kas.yaml names no Prometheus: add prometheus: {service: namespace/name:port}".to_owned(),
-        Some(flaw) => format!("its kas.yaml is wrong: {flaw}"),
+    /// Returns the Prometheus that `kas.yaml` of an agent names, else the one that is found in its cluster.
+    ///
+    /// # Errors
+    /// The status, and why there is none.
+    pub(super) async fn server(
+        &self,
+        agent: AgentId,
+        actor: &Arc<Actor>,
+        run_as: Option<&Arc<Impersonation>>,
+        file: &AgentFile,
+    ) -> Result<Prometheus, (StatusCode, String)> {
+        if let Some(server) = &file.prometheus {
+            return Ok(server.clone());
+        }
+        // It may be meant to narrow what may be asked.
+        if let Some(flaw) = &file.flaw {
+            return Err((StatusCode::NOT_FOUND, format!("its kas.yaml is wrong: {flaw}")));
+        }
+        let found = self.catalog.prometheus(agent, Arc::clone(actor), run_as.cloned(), file).await;
+        match found {
+            Ok(PrometheusFound::One(service)) => {
+                Ok(Prometheus { service, prefix: String::new(), scope: None })
+            }
+            Ok(PrometheusFound::None(missing)) => {
+                let missing = match missing.as_slice() {
+                    [] => String::new(),
+                    some => format!(" ({})", some.join("; ")),
+                };
+                let text = format!(
+                    "its kas.yaml names no Prometheus, and none was found in the cluster{missing}: add prometheus: \
+                     {{service: namespace/name:port}}"
+                );
+                Err((StatusCode::NOT_FOUND, text))
+            }
+            Ok(PrometheusFound::Several(names)) => {
+                let text = format!(
+                    "there are {} of Prometheus in the cluster: {}. Choose one in kas.yaml: prometheus: {{service: \
+                     namespace/name:port}}",
+                    names.len(),
+                    names.join(", ")
+                );
+                Err((StatusCode::CONFLICT, text))
+            }
+            Err(why) => Err((StatusCode::SERVICE_UNAVAILABLE, why)),
+        }
     }
 }
 

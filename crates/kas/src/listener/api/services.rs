@@ -10,11 +10,11 @@ use std::{
     time::Duration,
 };
 
-use cluster::{Abandoned, Connected, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
+use cluster::{Abandoned, Connected, Door, Located, Query, ReplicaState, Tracker, TrackerError, Wire};
 use futures_util::stream::{self, Stream, StreamExt as _};
 use grpc::Deadline;
 use http::HeaderValue;
-use ids::{Actor, AgentId, ConnectionId};
+use ids::{Actor, AgentId, ConnectionId, ReplicaId};
 use process::lifecycle::Phase;
 use prost::Message as _;
 use proto::{
@@ -35,6 +35,7 @@ use proto::{
         ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
         ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
         GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
+        ListApplicationsRequest, ListApplicationsResponse, ListComponentsRequest, ListComponentsResponse,
         ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
         ListReplicasRequest, ListReplicasResponse, ReplayHooksRequest, ReplayHooksResponse,
         TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
@@ -50,6 +51,7 @@ use tonic_health::ServingStatus;
 use super::Correlation;
 use crate::{
     connected::{address, connected, unanswered_replica},
+    fleet::Catalog,
     hooks::HookQueries,
     pods::{self, Asked, PodQuery},
     pushes::Pushes,
@@ -84,8 +86,9 @@ impl Services {
         sync: Arc<SyncService>,
         hooks: Option<Arc<HookQueries>>,
         views: Arc<Hub>,
+        catalog: Arc<Catalog>,
     ) -> Self {
-        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views };
+        let api = Api { router, tracker, pushes, gitaly, phase: phase.clone(), sync, hooks, views, catalog };
         let (reporter, health) = tonic_health::server::health_reporter();
         tokio::spawn(report_health(reporter, phase));
         let reflection = || {
@@ -147,6 +150,7 @@ pub(super) struct Api {
     /// `None`: this kas takes no webhooks.
     hooks: Option<Arc<HookQueries>>,
     views: Arc<Hub>,
+    catalog: Arc<Catalog>,
 }
 
 pub(super) fn invalid(message: impl Into<String>) -> tonic::Status {
@@ -256,7 +260,13 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
     let tunnels = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| abandoned.tunnels);
     let since = |abandoned: Option<Abandoned>| abandoned.map_or(0, |abandoned| milliseconds(abandoned.since));
     let me = known.replicas.first().map(|status| status.replica.clone());
+    let door = |replica: Option<&ReplicaId>, door| {
+        let doors = replica.map(|replica| tracker.doors(replica)).unwrap_or_default();
+        doors.get(door).map_or_else(String::new, |address| address.to_string())
+    };
     let own = AgentOnReplica {
+        api_door: door(me.as_ref().map(|me| &me.id), Door::Api),
+        http_door: door(me.as_ref().map(|me| &me.id), Door::Http),
         name: me.as_ref().map_or_else(String::new, |me| me.id.as_str().to_owned()),
         address: me.as_ref().map(|me| address(&me.address)),
         idle_tunnels: number(here.idle),
@@ -269,6 +279,8 @@ pub(crate) async fn explain(router: &Router, tracker: &dyn Tracker, agent: Agent
         refused_callers: router.refusals().callers().of(agent).into_iter().map(refused_here).collect(),
     };
     let others = reports.iter().map(|report| AgentOnReplica {
+        api_door: door(Some(&report.replica.id), Door::Api),
+        http_door: door(Some(&report.replica.id), Door::Http),
         name: report.replica.id.as_str().to_owned(),
         address: Some(address(&report.replica.address)),
         idle_tunnels: report.idle,
@@ -608,6 +620,24 @@ impl KasApi for Api {
     ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
         self.view(request, true)
     }
+
+    async fn list_components(
+        &self,
+        request: tonic::Request<ListComponentsRequest>,
+    ) -> Result<tonic::Response<ListComponentsResponse>, tonic::Status> {
+        let (caller, actor) = (caller_of(&request), actor_of(&request));
+        let answer = self.catalog.list_components(request.into_inner(), &caller, actor).await;
+        answer.map(tonic::Response::new).map_err(|status| to_tonic(&status))
+    }
+
+    async fn list_applications(
+        &self,
+        request: tonic::Request<ListApplicationsRequest>,
+    ) -> Result<tonic::Response<ListApplicationsResponse>, tonic::Status> {
+        let (caller, actor) = (caller_of(&request), actor_of(&request));
+        let answer = self.catalog.list_applications(request.into_inner(), &caller, actor).await;
+        answer.map(tonic::Response::new).map_err(|status| to_tonic(&status))
+    }
 }
 
 /// The answer to a question about a view.
@@ -624,13 +654,24 @@ impl Api {
         request: tonic::Request<WatchViewRequest>,
         is_query: bool,
     ) -> Result<tonic::Response<ViewStream>, tonic::Status> {
-        let caller = request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
-            format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
-        });
+        let caller = caller_of(&request);
         let answers = self.views.answer(request.into_inner(), &caller, is_query);
         let answers = answers.map_err(|status| to_tonic(&status))?;
         Ok(tonic::Response::new(Box::pin(answers.map(|answer| answer.map_err(|status| to_tonic(&status))))))
     }
+}
+
+/// Returns the name of a caller, by which its questions are counted.
+fn caller_of<T>(request: &tonic::Request<T>) -> String {
+    request.extensions().get::<Arc<Actor>>().map_or_else(String::new, |actor| {
+        format!("{}/{}", actor.issuer, actor.subject.as_deref().unwrap_or_default())
+    })
+}
+
+/// Returns a caller for the audit log.
+fn actor_of<T>(request: &tonic::Request<T>) -> Arc<Actor> {
+    let unknown = || Arc::new(Actor { issuer: String::new(), subject: None });
+    request.extensions().get::<Arc<Actor>>().cloned().unwrap_or_else(unknown)
 }
 
 /// Records the agent that a request is about.

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use cluster::ReplicaState;
+use cluster::{Doors, ReplicaState};
 use ids::ReplicaId;
 use table::{Member, Record, Summary};
 
@@ -27,6 +27,7 @@ pub(super) struct Unread {
 struct Read {
     generation: u64,
     build: String,
+    doors: Doors,
     state: Option<ReplicaState>,
     summary: (Arc<str>, Option<Summary>),
     changes: (Arc<str>, Option<Record>),
@@ -53,6 +54,9 @@ impl Members {
                 {
                     read.build = build.to_owned();
                 }
+                if let Some(Ok(doors)) = member.value(key::DOORS).map(str::parse) {
+                    read.doors = doors;
+                }
                 let unread = &mut self.unread;
                 reread(&mut read.summary, &mut unread.summaries, member.value(key::TABLE), |text| {
                     text.parse().ok()
@@ -76,6 +80,12 @@ impl Members {
     /// Returns how many values could not be parsed since the last call.
     pub(super) fn unread(&mut self) -> Unread {
         std::mem::take(&mut self.unread)
+    }
+
+    /// Returns where callers reach each member.
+    pub(super) fn doors(&self) -> HashMap<ReplicaId, Doors> {
+        let told = self.read.iter().filter(|(_, read)| !read.doors.is_empty());
+        told.map(|(id, read)| (ReplicaId::new(id), read.doors)).collect()
     }
 
     /// Returns the build of each member.

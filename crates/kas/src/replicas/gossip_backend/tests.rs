@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use cluster::{
-    Tracker,
+    Doors, Tracker,
     contract::{self, Member},
 };
 use gossip::{KeyRing, Timing};
@@ -44,6 +44,7 @@ async fn alone() -> (Arc<GossipBackend>, tempfile::TempDir) {
     let backend = GossipBackend::new(Parts {
         me,
         cluster: "default".to_owned(),
+        doors: Doors::default(),
         peers,
         metrics,
         gossip,
@@ -150,6 +151,7 @@ async fn run(
     let backend = GossipBackend::new(Parts {
         me: me.clone(),
         cluster: cluster.to_owned(),
+        doors: Doors { api: Some(bound), http: None },
         peers,
         metrics,
         gossip,

@@ -4,8 +4,9 @@ use std::{collections::HashMap, sync::Arc};
 
 use async_trait::async_trait;
 use cluster::{
-    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Lease, Locator, Mark, PeerReport,
-    Query, Replica, ReplicaHealth, ReplicaStatus, Replicas, TrackerError, TrackerStatus, Unanswered, Wire,
+    AgentView, Candidate, ClusterView, Connected, Connection, Connections, Doors, Lease, Locator, Mark,
+    PeerReport, Query, Replica, ReplicaHealth, ReplicaState, ReplicaStatus, Replicas, TrackerError,
+    TrackerStatus, Unanswered, Wire,
 };
 use ids::{AgentId, ReplicaId};
 use table::{Epoch, Version};
@@ -138,6 +139,21 @@ impl ClusterView for GossipBackend {
         let events = inner.history.events();
         drop(inner);
         Replicas { replicas, alarms: self.alarms(), events }
+    }
+
+    fn doors(&self, replica: &ReplicaId) -> Doors {
+        let inner = self.inner();
+        if *replica == self.me.id {
+            return if inner.state == ReplicaState::Ready { self.doors } else { Doors::default() };
+        }
+        let Some(doors) = inner.doors.get(replica) else { return Doors::default() };
+        let views = inner.table.replicas(Instant::now());
+        let is_ready = views.iter().any(|view| {
+            view.replica == *replica
+                && view.state == ReplicaState::Ready
+                && view.health == ReplicaHealth::Live
+        });
+        if is_ready { *doors } else { Doors::default() }
     }
 
     fn status(&self) -> TrackerStatus {

@@ -21,13 +21,15 @@ use proto::{
     },
     google::rpc,
     kas::api::v1::{
-        AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest, ConnectedAgentsByIdResponse,
-        ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse, ControlSyncRequest,
-        ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest, ExplainAgentResponse,
-        GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse, KasAddress, KasInstanceInfo,
-        ListEnvironmentsRequest, ListEnvironmentsResponse, ListHooksRequest, ListHooksResponse,
-        ListReplicasRequest, ListReplicasResponse, Pod, ReplayHooksRequest, ReplayHooksResponse,
-        TrackerStatusRequest, TrackerStatusResponse, UnansweredReplica, WatchConnectedAgentsRequest,
+        AgentApplications, AgentComponents, AgentOnReplica, ConnectedAgentInfo, ConnectedAgentsByIdRequest,
+        ConnectedAgentsByIdResponse, ConnectedAgentsForProjectRequest, ConnectedAgentsForProjectResponse,
+        ControlSyncRequest, ControlSyncResponse, DiffRequest, DiffResponse, ExplainAgentRequest,
+        ExplainAgentResponse, GetPodsRequest, GetPodsResponse, GetSyncRequest, GetSyncResponse,
+        InstalledApplication, KasAddress, KasInstanceInfo, ListApplicationsRequest, ListApplicationsResponse,
+        ListComponentsRequest, ListComponentsResponse, ListEnvironmentsRequest, ListEnvironmentsResponse,
+        ListHooksRequest, ListHooksResponse, ListReplicasRequest, ListReplicasResponse, Pod,
+        ReplayHooksRequest, ReplayHooksResponse, RunningComponent, TrackerStatusRequest,
+        TrackerStatusResponse, UnansweredAgent, UnansweredReplica, WatchConnectedAgentsRequest,
         WatchConnectedAgentsResponse, WatchViewRequest, WatchViewResponse,
         agent_on_replica::Belief,
         kas_api_server::{KasApi, KasApiServer},
@@ -427,6 +429,58 @@ impl KasApi for Kas {
     ) -> Result<Response<Self::QueryViewStream>, Status> {
         self.0.check(request.metadata())?;
         Err(Status::unimplemented("this kas has no views"))
+    }
+
+    /// Of `all`, one agent has a component, and another one does not answer.
+    async fn list_components(
+        &self,
+        request: Request<ListComponentsRequest>,
+    ) -> Result<Response<ListComponentsResponse>, Status> {
+        self.0.check(request.metadata())?;
+        if request.get_ref().agents != "all" {
+            return Ok(Response::new(ListComponentsResponse::default()));
+        }
+        let component = RunningComponent {
+            name: "prometheus".to_owned(),
+            namespace: "monitoring".to_owned(),
+            version: "v3.1.0".to_owned(),
+            version_from: "tag".to_owned(),
+            workloads: vec!["statefulsets.apps/p".to_owned()],
+            service: "monitoring/p:9090".to_owned(),
+            ..RunningComponent::default()
+        };
+        let agent = AgentComponents {
+            agent_id: 7,
+            agent_name: "berlin".to_owned(),
+            components: vec![component],
+            missing: vec!["services: the API server answered 403: no".to_owned()],
+        };
+        let missing =
+            UnansweredAgent { id: 9, name: "rome\u{1b}".to_owned(), reason: "no answer in 30 s".to_owned() };
+        Ok(Response::new(ListComponentsResponse { agents: vec![agent], unanswered: vec![missing] }))
+    }
+
+    async fn list_applications(
+        &self,
+        request: Request<ListApplicationsRequest>,
+    ) -> Result<Response<ListApplicationsResponse>, Status> {
+        self.0.check(request.metadata())?;
+        let application = InstalledApplication {
+            namespace: "db".to_owned(),
+            instance: "cache".to_owned(),
+            name: "redis".to_owned(),
+            version: "20.6.1".to_owned(),
+            version_by: "flux".to_owned(),
+            by: vec!["helm".to_owned(), "flux".to_owned()],
+            status: "deployed, revision 3".to_owned(),
+        };
+        let agent = AgentApplications {
+            agent_id: 7,
+            agent_name: "berlin".to_owned(),
+            applications: vec![application],
+            missing: Vec::new(),
+        };
+        Ok(Response::new(ListApplicationsResponse { agents: vec![agent], unanswered: Vec::new() }))
     }
 
     type WatchConnectedAgentsStream = BoxStream<WatchConnectedAgentsResponse>;

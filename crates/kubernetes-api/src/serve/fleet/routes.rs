@@ -46,10 +46,16 @@ pub enum FleetRoute {
     PrometheusOfFleet,
     /// `/fleet/views/{view}`: rows of objects of many agents.
     View,
+    /// `/fleet/components/{selector}`: known software in the clusters of many agents.
+    Components,
+    /// `/fleet/applications/{selector}`: installed applications there.
+    Applications,
 }
 
 /// Reading, and questions in a form.
 const ASK: &[&str] = &["GET", "HEAD", "POST"];
+/// Reading.
+const READ: &[&str] = &["GET", "HEAD"];
 /// The largest body of a diff, in bytes: 20 MiB of files, their paths, and what JSON adds.
 pub(crate) const FILES: usize = 24 << 20;
 /// The largest form of a question to Prometheus.
@@ -84,6 +90,20 @@ pub(crate) const ROUTES: &[Route] = &[
         auth: Auth::EachAgent,
         most_body: 0,
         serves: Serves::Fleet(FleetRoute::View),
+    },
+    Route {
+        pattern: "/fleet/components/{selector}",
+        methods: READ,
+        auth: Auth::EachAgent,
+        most_body: 0,
+        serves: Serves::Fleet(FleetRoute::Components),
+    },
+    Route {
+        pattern: "/fleet/applications/{selector}",
+        methods: READ,
+        auth: Auth::EachAgent,
+        most_body: 0,
+        serves: Serves::Fleet(FleetRoute::Applications),
     },
 ];
 
@@ -142,6 +162,9 @@ mod tests {
             ("/fleet/prometheus/agent/7/api/v1/label/a%2Fb/values", Some((agent, "7 label/a%2Fb/values"))),
             ("/fleet/prometheus/agent/7/api/v1", None),
             ("/fleet/prometheus/select/id=7%7C9,a=b/api/v1/query", Some((fleet, "id=7|9,a=b query"))),
+            ("/fleet/components/all", Some((Serves::Fleet(FleetRoute::Components), "all"))),
+            ("/fleet/applications/id=7%7C9", Some((Serves::Fleet(FleetRoute::Applications), "id=7|9"))),
+            ("/fleet/applications", None),
             ("/fleet/prometheus/select/%ff/api/v1/query", None),
             ("/fleet/views/pods", Some((Serves::Fleet(FleetRoute::View), "pods"))),
             ("/fleet/views/", Some((Serves::Fleet(FleetRoute::View), ""))),

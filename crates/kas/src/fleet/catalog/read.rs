@@ -1,0 +1,329 @@
+//! Reads a cluster: API groups, tables of workloads and Services, objects that tell of applications.
+
+use std::collections::BTreeMap;
+
+use ::fleet::{
+    applications::{self, Kind, Told},
+    components::{Component, Probe, Rules, VersionFrom},
+    inventory::{self, Inventory, Service, Workload},
+};
+use cluster_call::{Cluster, ServiceRequest};
+use futures_util::future::try_join_all;
+use grpc::{Code, Status};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use kube_request::escape;
+use views::{Form, Page, table};
+
+use super::Known;
+use crate::views::{Source as _, Tunnel};
+
+/// Objects on a page, and objects that are read whole on one.
+const PAGE: usize = 500;
+const PAGE_OF_OBJECTS: usize = 100;
+/// The most objects of one kind.
+const MOST_OBJECTS: usize = 20_000;
+/// The most versions that components are asked for.
+const MOST_PROBES: usize = 20;
+/// The largest answer to such a question, in bytes.
+const LARGEST_PROBE: usize = 64 << 10;
+/// A page beyond this is read on another thread.
+const LARGE: usize = 128 << 10;
+
+const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
+const METADATA: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1";
+const JSON: &str = "application/json";
+
+/// The kinds of workloads: their names, and those in paths.
+const WORKLOADS: [(&str, &str); 3] = [
+    ("deployments.apps", "deployments"),
+    ("statefulsets.apps", "statefulsets"),
+    ("daemonsets.apps", "daemonsets"),
+];
+
+/// A list to read.
+struct List<'a> {
+    /// The kind, for people.
+    what: &'a str,
+    /// The group and version in the path.
+    api: &'a str,
+    plural: &'a str,
+    query: &'a str,
+    accept: &'a str,
+    page: usize,
+}
+
+/// Reads one cluster as one user.
+pub(super) struct Reader<'a> {
+    tunnel: Tunnel,
+    namespaces: &'a [String],
+}
+
+impl<'a> Reader<'a> {
+    /// `namespaces`: only these; empty: all.
+    pub(super) fn new(cluster: Cluster, namespaces: &'a [String]) -> Self {
+        Self { tunnel: Tunnel::new(cluster), namespaces }
+    }
+
+    /// Reads groups, workloads and Services, and finds components in them.
+    ///
+    /// # Errors
+    /// Why the cluster gives no answer. What may not be read is no error, and is named.
+    pub(super) async fn known(&self, rules: &Rules) -> Result<Known, String> {
+        let mut missing = Vec::new();
+        let answer = self.tunnel.get("/apis", JSON).await.map_err(|status| text(&status))?;
+        let groups = match answer.status {
+            200 => inventory::groups(&answer.body).map_err(|error| error.to_string())?,
+            status => {
+                missing.push(refused("the API groups", status, &answer.body));
+                BTreeMap::new()
+            }
+        };
+        let lists = WORKLOADS.map(|(what, plural)| List {
+            what,
+            api: "apis/apps/v1",
+            plural,
+            query: "includeObject=Metadata",
+            accept: TABLE,
+            page: PAGE,
+        });
+        let services = List { what: "services", api: "api/v1", plural: "services", ..table_of() };
+        let pages = try_join_all(lists.iter().chain([&services]).map(|list| self.rows(list))).await?;
+        let mut inventory = Inventory { groups, ..Inventory::default() };
+        for (list, (pages, gaps)) in lists.iter().zip(&pages) {
+            missing.extend(gaps.iter().cloned());
+            let is_without =
+                pages.iter().any(|page| column(page, "Images").is_none() && !page.rows.is_empty());
+            if is_without {
+                missing.push(format!("{}: the API server prints no images", list.what));
+            }
+            inventory.workloads.extend(pages.iter().flat_map(|page| workloads(list.what, page)));
+        }
+        if let Some((pages, gaps)) = pages.last() {
+            missing.extend(gaps.iter().cloned());
+            inventory.services.extend(pages.iter().flat_map(of_services));
+        }
+        let found = rules.find(&inventory);
+        let mut components = found.components;
+        if found.is_cut {
+            missing.push(format!("there are more than {} components", components.len()));
+        }
+        self.probe(&mut components, &found.probes).await;
+        let labelled = applications::of_labels(&inventory);
+        Ok(Known { components, labelled, groups: inventory.groups, missing })
+    }
+
+    /// Asks components for their versions. One without an answer has none.
+    async fn probe(&self, components: &mut [Component], probes: &[(usize, Probe)]) {
+        let asked = probes.iter().take(MOST_PROBES).filter_map(|(index, probe)| {
+            let service = components.get(*index)?.service.parse().ok()?;
+            Some(async move {
+                let headers =
+                    HeaderMap::from_iter([(header::ACCEPT, HeaderValue::from_static("application/json"))]);
+                let request = ServiceRequest {
+                    service: &service,
+                    method: Method::GET,
+                    path: &probe.path,
+                    headers: &headers,
+                    body: bytes::Bytes::new(),
+                };
+                let answer = self.tunnel.cluster().call_service(request).await.ok()?;
+                let is_answer = answer.status == StatusCode::OK && answer.body.len() <= LARGEST_PROBE;
+                is_answer.then(|| probe.version(&answer.body)).flatten().map(|version| (*index, version))
+            })
+        });
+        let answers = futures_util::future::join_all(asked).await;
+        for (index, version) in answers.into_iter().flatten() {
+            if let Some(component) = components.get_mut(index) {
+                (component.version, component.version_from) = (version, Some(VersionFrom::Probe));
+            }
+        }
+    }
+
+    /// Reads what objects of known kinds tell of applications. Also returns what may not be read.
+    ///
+    /// # Errors
+    /// Why the cluster gives no answer.
+    pub(super) async fn told(
+        &self,
+        groups: &BTreeMap<String, String>,
+        helm: bool,
+    ) -> Result<(Vec<Told>, Vec<String>), String> {
+        let (mut told, mut missing) = (Vec::new(), Vec::new());
+        for kind in Kind::ALL {
+            let Some(version) = groups.get(kind.group()) else { continue };
+            let (api, what) = (
+                format!("apis/{}/{}", escape(kind.group()), escape(version)),
+                format!("{}.{}", kind.plural(), kind.group()),
+            );
+            let list = List {
+                what: &what,
+                api: &api,
+                plural: kind.plural(),
+                query: "",
+                accept: JSON,
+                page: PAGE_OF_OBJECTS,
+            };
+            let gaps = self
+                .pages(&list, |body| {
+                    let page = applications::page(kind, body).map_err(|error| error.to_string())?;
+                    let count = page.told.len();
+                    told.extend(page.told);
+                    Ok((page.next, count))
+                })
+                .await?;
+            missing.extend(gaps);
+        }
+        if helm {
+            let list = List {
+                what: "secrets",
+                api: "api/v1",
+                plural: "secrets",
+                query: "labelSelector=owner%3Dhelm",
+                accept: METADATA,
+                page: PAGE,
+            };
+            let mut secrets = Vec::new();
+            let gaps = self
+                .pages(&list, |body| {
+                    let page = table::page(Form::Metadata, body).map_err(|error| error.to_string())?;
+                    let count = page.rows.len();
+                    secrets.extend(page.rows.into_iter().map(|row| (row.namespace, row.labels)));
+                    Ok((page.next, count))
+                })
+                .await?;
+            missing.extend(gaps);
+            let secrets =
+                secrets.iter().map(|(namespace, labels)| (namespace.as_str(), inventory::labels(labels)));
+            told.extend(applications::of_helm(secrets));
+        }
+        Ok((told, missing))
+    }
+
+    /// Reads a list as tables.
+    async fn rows(&self, list: &List<'_>) -> Result<(Vec<Page>, Vec<String>), String> {
+        let mut pages = Vec::new();
+        let gaps = self
+            .pages(list, |body| {
+                let page = table::page(Form::Table, body).map_err(|error| error.to_string())?;
+                let (next, count) = (page.next.clone(), page.rows.len());
+                pages.push(page);
+                Ok((next, count))
+            })
+            .await?;
+        Ok((pages, gaps))
+    }
+
+    /// Reads a list page by page, in each namespace. `take` gets a page, and returns the name of the next one
+    /// and the number of objects. Returns what may not be read.
+    async fn pages(
+        &self,
+        list: &List<'_>,
+        mut take: impl FnMut(&[u8]) -> Result<(String, usize), String> + Send,
+    ) -> Result<Vec<String>, String> {
+        let mut gaps = Vec::new();
+        let scopes: Vec<String> = match self.namespaces {
+            [] => vec![String::new()],
+            some => some.iter().map(|name| format!("/namespaces/{}", escape(name))).collect(),
+        };
+        let mut count = 0;
+        for scope in scopes {
+            let (mut next, mut limit) = (String::new(), list.page);
+            loop {
+                let mut path = format!("/{}{scope}/{}?limit={limit}", list.api, list.plural);
+                for more in [list.query, &continued(&next)] {
+                    if !more.is_empty() {
+                        path.push('&');
+                        path.push_str(more);
+                    }
+                }
+                let answer = match self.tunnel.get(&path, list.accept).await {
+                    Err(status) if status.code() == Code::ResourceExhausted && limit > 1 => {
+                        limit /= 2;
+                        continue;
+                    }
+                    answer => answer.map_err(|status| text(&status))?,
+                };
+                match answer.status {
+                    200 => {}
+                    // The cluster has no such kind.
+                    404 => break,
+                    // The continuation is too old.
+                    410 => {
+                        gaps.push(format!("{}: the list changed faster than it could be read", list.what));
+                        break;
+                    }
+                    status => {
+                        gaps.push(refused(list.what, status, &answer.body));
+                        break;
+                    }
+                }
+                let (after, objects) = if answer.body.len() > LARGE {
+                    tokio::task::block_in_place(|| take(&answer.body))?
+                } else {
+                    take(&answer.body)?
+                };
+                count += objects;
+                if after.is_empty() {
+                    break;
+                }
+                if count >= MOST_OBJECTS {
+                    gaps.push(format!("{}: there are more than {MOST_OBJECTS}", list.what));
+                    return Ok(gaps);
+                }
+                next = after;
+            }
+        }
+        Ok(gaps)
+    }
+}
+
+/// What lists of tables have in common.
+fn table_of() -> List<'static> {
+    List { what: "", api: "", plural: "", query: "includeObject=Metadata", accept: TABLE, page: PAGE }
+}
+
+fn continued(next: &str) -> String {
+    if next.is_empty() { String::new() } else { format!("continue={}", escape(next)) }
+}
+
+fn text(status: &Status) -> String {
+    status.message().to_owned()
+}
+
+fn refused(what: &str, status: i32, body: &[u8]) -> String {
+    format!("{what}: the API server answered {status}: {}", table::message(body))
+}
+
+/// Returns which cell of rows has a column.
+fn column(page: &Page, name: &str) -> Option<usize> {
+    page.columns.iter().find_map(|column| match column.source {
+        table::Source::Cell(cell) if column.name == name => Some(cell),
+        _ => None,
+    })
+}
+
+fn workloads<'p>(resource: &str, page: &'p Page) -> impl Iterator<Item = Workload> + use<'p> {
+    let resource = WORKLOADS.iter().find(|(what, _)| *what == resource).map_or("", |(what, _)| *what);
+    let images = column(page, "Images");
+    page.rows.iter().map(move |row| Workload {
+        resource,
+        namespace: row.namespace.clone(),
+        name: row.name.clone(),
+        labels: inventory::labels(&row.labels),
+        images: inventory::images(images.and_then(|cell| row.cells.get(cell)).map_or("", String::as_str)),
+    })
+}
+
+fn of_services(page: &Page) -> impl Iterator<Item = Service> + use<'_> {
+    let (address, ports) = (column(page, "Cluster-IP"), column(page, "Port(s)"));
+    page.rows.iter().map(move |row| {
+        let cell = |cell: Option<usize>| cell.and_then(|cell| row.cells.get(cell)).map_or("", String::as_str);
+        Service {
+            namespace: row.namespace.clone(),
+            name: row.name.clone(),
+            labels: inventory::labels(&row.labels),
+            is_headless: cell(address) == "None",
+            ports: inventory::ports(cell(ports)),
+        }
+    })
+}
