@@ -178,7 +178,7 @@ async fn callers_see_what_the_api_server_says_that_they_may() {
     assert!(status == 403 && text.contains("may not list pods in namespace bank"), "{text}");
 
     // Agents that it does not reach look like those that there are not.
-    let gaps = json(ask(&lab, &jane, "pods?agents=id=2|99&namespaces=shop", "").await.unwrap()).await;
+    let gaps = json(ask(&lab, &jane, "pods?agents=id%3D2%7C99&namespaces=shop", "").await.unwrap()).await;
     assert_eq!(gaps["rows"], serde_json::json!([]));
     let reasons: Vec<&Value> =
         gaps["unanswered"].as_array().unwrap().iter().map(|gap| &gap["reason"]).collect();
