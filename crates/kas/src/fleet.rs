@@ -57,17 +57,22 @@ pub(crate) struct FleetService {
     catalog: Arc<Catalog>,
 }
 
+/// What a [`FleetService`] is made of.
+pub(crate) struct FleetParts {
+    pub(crate) router: Arc<Router>,
+    pub(crate) observer: Arc<Observer>,
+    pub(crate) directory: Arc<AgentDirectory>,
+    pub(crate) files: Arc<AgentFiles>,
+    pub(crate) metrics: Arc<FleetMetrics>,
+    pub(crate) settings: prometheus::Settings,
+    /// Answers questions to views.
+    pub(crate) views: Arc<dyn Fleet>,
+    pub(crate) catalog: Arc<Catalog>,
+}
+
 impl FleetService {
-    pub(crate) fn new(
-        router: Arc<Router>,
-        observer: Arc<Observer>,
-        directory: Arc<AgentDirectory>,
-        files: Arc<AgentFiles>,
-        metrics: Arc<FleetMetrics>,
-        settings: prometheus::Settings,
-        views: Arc<dyn Fleet>,
-        catalog: Arc<Catalog>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(parts: FleetParts) -> Arc<Self> {
+        let FleetParts { router, observer, directory, files, metrics, settings, views, catalog } = parts;
         let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
         let callers = Callers::new(settings.per_caller);
         Arc::new(Self {

@@ -26,7 +26,7 @@ use super::{StartError, part::Part, reload::Reloader};
 use crate::{
     certificates::LiveVerifier,
     directory::AgentDirectory,
-    fleet::{AgentFiles, Catalog, FleetMetrics, FleetService},
+    fleet::{AgentFiles, Catalog, FleetMetrics, FleetParts, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
     views::{HttpViews, Hub},
@@ -151,16 +151,16 @@ pub(super) async fn part(
         Arc::clone(&directory) as _,
     )
     .await?;
-    let fleet = FleetService::new(
-        Arc::clone(&router),
-        Arc::clone(&observer),
-        Arc::clone(&directory),
+    let fleet = FleetService::new(FleetParts {
+        router: Arc::clone(&router),
+        observer: Arc::clone(&observer),
+        directory: Arc::clone(&directory),
         files,
-        fleet_metrics,
-        (&config.prometheus).into(),
-        HttpViews::new(hub),
+        metrics: fleet_metrics,
+        settings: (&config.prometheus).into(),
+        views: HttpViews::new(hub),
         catalog,
-    );
+    });
     let service = KubernetesApi::new(Parts {
         settings: settings(config, section)?,
         authorizer,
