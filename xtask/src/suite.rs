@@ -159,8 +159,8 @@ fn build_everything() -> Command {
     command
 }
 
-/// Returns how many tests one program runs at a time: one more than there are processors unless told otherwise,
-/// because tests wait a third of their time.
+/// Returns how many tests one program runs at a time: one more than there are processors unless told
+/// otherwise, because tests wait a third of their time.
 fn threads(runner: &[String]) -> usize {
     let argument = runner.iter().enumerate().find_map(|(index, argument)| {
         match argument.strip_prefix("--test-threads")? {

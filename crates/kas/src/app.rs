@@ -50,10 +50,11 @@ use self::{
     reload::{Reloader, SecretUsers},
 };
 use crate::{
+    agent_files::AgentFiles,
     certificates::{CertificateMetrics, Certificates},
     direct::DirectMetrics,
     directory::AgentDirectory,
-    fleet::{self, AgentFiles, Catalog, CatalogParts, FleetMetrics},
+    fleet::{self, Catalog, CatalogParts, FleetMetrics},
     listener::{
         Naming,
         agent::{self, AgentListener, AgentMetrics},

@@ -1,13 +1,12 @@
 //! Questions to many agents, and what of them the endpoint for kubectl serves below `/fleet/`.
 //!
-//! `FleetService` knows which agents a selector names (`select`), what their `kas.yaml` says (`files`), and
-//! asks them (`fan_out`). Each question goes to each agent through the router, as any request: there is no
-//! further protocol, and an agent that does not answer is named.
+//! `FleetService` knows which agents a selector names (`select`), what their `kas.yaml` says (`agent_files`),
+//! and asks them (`fan_out`). Each question goes to each agent through the router, as any request: there is
+//! no further protocol, and an agent that does not answer is named.
 
 mod callers;
 mod catalog;
 mod fan_out;
-mod files;
 mod metrics;
 mod prometheus;
 mod select;
@@ -23,20 +22,14 @@ use observe::Observer;
 use routing::router::Router;
 
 pub use self::catalog::Catalog;
-#[cfg(test)]
-pub(crate) use self::files::AgentFile;
+pub(crate) use self::catalog::{CatalogParts, rules};
 pub use self::metrics::FleetMetrics;
 use self::{
     callers::Callers,
     catalog::Wanted,
     select::{SelectError, Selected, Want, Who},
 };
-pub(crate) use self::{
-    catalog::{CatalogParts, rules},
-    files::AgentFiles,
-    select::Files,
-};
-use crate::directory::AgentDirectory;
+use crate::{agent_files::AgentFiles, directory::AgentDirectory};
 
 /// How long a request may wait for a tunnel of an agent that is said to be connected.
 const FIND: Duration = Duration::from_secs(3);

@@ -3,6 +3,7 @@
 //! [`app`] puts the parts together; everything below it can be used alone. The way of a request is
 //! [`listener::api`] → [`routing::router`] → [`routing::registry`] → [`tunnel`] → agentk.
 
+mod agent_files;
 pub mod app;
 pub mod certificates;
 pub mod cli;

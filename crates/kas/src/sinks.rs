@@ -12,6 +12,7 @@ mod redis;
 mod sender;
 mod syncs;
 mod target;
+mod targets;
 mod webhook;
 
 pub(crate) use self::{

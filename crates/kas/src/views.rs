@@ -68,8 +68,8 @@ pub(crate) use self::{
     tally::{Counts, Tally},
 };
 use crate::{
+    agent_files::Files,
     connected::{connected, unanswered_replica},
-    fleet::Files,
 };
 
 /// Lists of feeds without rows at once.
@@ -353,8 +353,8 @@ impl Hub {
         Ok(Admitted { hub: Arc::clone(self), caller })
     }
 
-    /// Returns the agents that a selector means but for their labels, and the replicas that did not tell which
-    /// ones they hold.
+    /// Returns the agents that a selector means but for their labels, and the replicas that did not tell
+    /// which ones they hold.
     ///
     /// # Errors
     /// `UNAVAILABLE` if no replica could be asked.

@@ -49,8 +49,8 @@ impl Drop for Pinned {
 }
 
 impl Pinned {
-    /// Connects to `address`, for requests to `url`: with TLS if its scheme is https, and then the server must
-    /// have a certificate for its host.
+    /// Connects to `address`, for requests to `url`: with TLS if its scheme is https, and then the server
+    /// must have a certificate for its host.
     ///
     /// # Errors
     /// See [`Error`].

@@ -63,9 +63,9 @@ pub struct Pushed {
     pub expired: u64,
 }
 
-/// What a sink has not taken yet: at most [`Limits::items`] and [`Limits::bytes`], besides what is being sent.
-/// If it is full, the oldest item is dropped. One that was not taken is tried again later, and does not hold
-/// up others.
+/// What a sink has not taken yet: at most [`Limits::items`] and [`Limits::bytes`], besides what is being
+/// sent. If it is full, the oldest item is dropped. One that was not taken is tried again later, and does not
+/// hold up others.
 #[derive(Debug)]
 pub struct Queue<T> {
     limits: Limits,

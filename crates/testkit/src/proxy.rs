@@ -205,9 +205,9 @@ impl Proxy {
         Self::nginx_with(TempDir::with_prefix("nginx-test-")?, [address; 2], "", server).await
     }
 
-    /// Starts nginx with what docs/direct.md shows under a heading, in front of the Kubernetes API endpoints or
-    /// the API listeners of three replicas; `http2`: clients speak HTTP/2, and it has no TLS. The listener for
-    /// proxies of the n-th replica is `direct[n]`, and takes `secret`.
+    /// Starts nginx with what docs/direct.md shows under a heading, in front of the Kubernetes API endpoints
+    /// or the API listeners of three replicas; `http2`: clients speak HTTP/2, and it has no TLS. The listener
+    /// for proxies of the n-th replica is `direct[n]`, and takes `secret`.
     ///
     /// # Errors
     /// As of [`nginx`](Self::nginx).

@@ -1,5 +1,5 @@
-//! Views over HTTP: rows are those of `kubectl get`, the API server says who sees them, and events go on where
-//! a client was.
+//! Views over HTTP: rows are those of `kubectl get`, the API server says who sees them, and events go on
+//! where a client was.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 

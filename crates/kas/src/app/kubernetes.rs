@@ -24,9 +24,10 @@ use routing::router::Router;
 
 use super::{StartError, part::Part, reload::Reloader};
 use crate::{
+    agent_files::AgentFiles,
     certificates::LiveVerifier,
     directory::AgentDirectory,
-    fleet::{AgentFiles, Catalog, FleetMetrics, FleetParts, FleetService},
+    fleet::{Catalog, FleetMetrics, FleetParts, FleetService},
     own_certificate::{self, Outcome},
     sync::SyncService,
     views::{HttpViews, Hub},

@@ -21,7 +21,7 @@ pub(super) struct HomesUses {
     pub(super) tracker: Arc<dyn cluster::Tracker>,
     pub(super) sources: Arc<dyn crate::views::Sources>,
     pub(super) hub: Arc<crate::views::Hub>,
-    pub(super) files: Arc<crate::fleet::AgentFiles>,
+    pub(super) files: Arc<crate::agent_files::AgentFiles>,
 }
 
 /// Builds the part. Without sinks, it does nothing.

@@ -27,10 +27,12 @@ use self::{
 use super::{
     callers::Callers,
     fan_out::{Times, fan_out},
-    files::{AgentFile, AgentFiles},
     select::{self, SelectError, Want, Who},
 };
-use crate::directory::AgentDirectory;
+use crate::{
+    agent_files::{AgentFile, AgentFiles},
+    directory::AgentDirectory,
+};
 
 /// How long one request may take.
 const REQUEST: Duration = Duration::from_secs(10);

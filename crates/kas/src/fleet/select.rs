@@ -6,13 +6,12 @@ use std::{
 };
 
 use ::fleet::{AT_ONCE, Candidate, MOST_AGENTS, Selector, Unanswered};
-use async_trait::async_trait;
 use callers::RunAs;
 use futures_util::{StreamExt as _, stream};
 use ids::{AgentId, Impersonation};
 use kubernetes_api::{Directory, FleetCaller, ListedAgent, NotReached};
 
-use super::files::{AgentFile, AgentFiles, Unknown};
+use crate::agent_files::{AgentFile, Files};
 
 /// The most agents that GitLab is asked about for one question of a caller whose source cannot list them.
 const MOST_GUESSED: usize = 50;
@@ -65,20 +64,6 @@ pub(crate) struct Want {
     pub(crate) files: bool,
     /// The most agents.
     pub(crate) most: usize,
-}
-
-/// Reads `kas.yaml` of agents.
-#[async_trait]
-pub(crate) trait Files: Send + Sync {
-    /// Returns the files of these agents, or why they are not known. Cancel safe.
-    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>>;
-}
-
-#[async_trait]
-impl Files for AgentFiles {
-    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
-        Self::of(self, agents).await
-    }
 }
 
 /// Returns the agents that a selector names and the caller reaches.

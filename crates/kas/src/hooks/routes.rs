@@ -50,7 +50,8 @@ mod tests {
     #[test]
     fn every_path_has_a_class_that_this_table_names() {
         let classes: Vec<_> = ROUTES.iter().map(|route| (route.method, route.pattern, route.auth)).collect();
-        // A new path must be added here, with who may send there, and to the process tests of hostile senders.
+        // A new path must be added here, with who may send there, and to the process tests of hostile
+        // senders.
         assert_eq!(classes, [("POST", "/hooks/v1/{agent}/{hook}", Auth::OfHook)]);
     }
 

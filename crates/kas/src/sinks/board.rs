@@ -128,8 +128,8 @@ impl Sinks {
         }
     }
 
-    /// Waits while the queue of a sink is half full that wants such news, and takes some: the API server keeps
-    /// its events meanwhile.
+    /// Waits while the queue of a sink is half full that wants such news, and takes some: the API server
+    /// keeps its events meanwhile.
     ///
     /// # Cancel safety
     /// Cancel safe.

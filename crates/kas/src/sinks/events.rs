@@ -20,7 +20,7 @@ use tokio::{
 
 use super::board::{Known, Sinks};
 use crate::{
-    fleet::AgentFiles,
+    agent_files::AgentFiles,
     views::{AgentKind, Permit, Rest, Source, Watched},
 };
 

@@ -25,8 +25,8 @@ use super::{
     events::{AgentEvents, Shared},
 };
 use crate::{
+    agent_files::AgentFiles,
     connected::connected,
-    fleet::AgentFiles,
     views::{Hub, Sources},
 };
 

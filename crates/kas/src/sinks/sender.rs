@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use super::{
     board::{Sinks, Waiting, new_id, now},
-    target::{Sent, Target, TargetError, target},
+    target::{Sent, Target, TargetError},
+    targets::target,
 };
 
 /// Items per second.

@@ -1,5 +1,5 @@
-//! [`Syncs`]: tells which syncs fail and recover. A project has one planner, which is at one replica, so it is
-//! told there.
+//! [`Syncs`]: tells which syncs fail and recover. A project has one planner, which is at one replica, so it
+//! is told there.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 

@@ -23,8 +23,9 @@ const AT_ONCE: usize = 64;
 const MOST_GUESSED: usize = 50;
 const REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 
-/// A caller of the HTTP endpoint. What it may see of an agent is what the API server answers to reviews of the
-/// access of the identity that its requests have there. Where they run as agentk, it sees what agentk sees.
+/// A caller of the HTTP endpoint. What it may see of an agent is what the API server answers to reviews of
+/// the access of the identity that its requests have there. Where they run as agentk, it sees what agentk
+/// sees.
 pub(super) struct HttpCaller {
     pub(super) caller: Arc<dyn FleetCaller>,
     pub(super) sources: Arc<dyn Sources>,

@@ -118,8 +118,8 @@ impl Sources for Tunnels {
 pub(crate) struct Tunnel(Cluster);
 
 impl Tunnel {
-    /// Returns the API server that `cluster` calls. A page that is larger than [`MAX_PAGE`] when it is unpacked
-    /// is refused.
+    /// Returns the API server that `cluster` calls. A page that is larger than [`MAX_PAGE`] when it is
+    /// unpacked is refused.
     pub(crate) fn new(cluster: Cluster) -> Self {
         Self(cluster)
     }

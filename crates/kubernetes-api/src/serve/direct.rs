@@ -36,8 +36,8 @@ pub trait Owners: Send + Sync {
 /// How long a body is thrown away at most.
 const DISCARD: Duration = Duration::from_secs(5);
 
-/// Throws a body away until the proxy has seen the answer, and sends it elsewhere. If the connection were closed
-/// at once, a proxy that still writes could see the reset before the answer.
+/// Throws a body away until the proxy has seen the answer, and sends it elsewhere. If the connection were
+/// closed at once, a proxy that still writes could see the reset before the answer.
 pub(super) fn discard<B>(mut body: ClientBody<B>)
 where
     B: HttpBody<Data = Bytes> + Send + Unpin + 'static,

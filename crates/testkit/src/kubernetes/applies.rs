@@ -189,7 +189,7 @@ mod tests {
     /// Commit 0 is the head until 10 s, commit 1 after that.
     fn checked(log: &[String]) -> Applies {
         let start = 1_767_225_600_000_000;
-        let head = |from: i128, until| HeadSpan {
+        let head = |from: i128, until: i128| HeadSpan {
             from: start + from * 1_000_000,
             until: start + until * 1_000_000,
             objects: BTreeSet::new(),

@@ -17,8 +17,9 @@ use super::{
     form::{Form, Sent},
     reply::Reply,
 };
-use crate::fleet::{
-    CallSettings, FleetService, catalog::PrometheusFound, files::AgentFile, select::impersonated,
+use crate::{
+    agent_files::AgentFile,
+    fleet::{CallSettings, FleetService, catalog::PrometheusFound, select::impersonated},
 };
 
 /// The name of the task in logs.

@@ -1,11 +1,13 @@
 use std::collections::BTreeMap;
 
+use async_trait::async_trait;
 use callers::{Agents, Authorized, Caller, Grant, Hold, KnownAgent, Mode, SourceKind};
 use ids::Actor;
 use kubernetes_api::Reachable;
 use tokio::sync::watch;
 
 use super::*;
+use crate::agent_files::Unknown;
 
 fn id(number: i64) -> AgentId {
     AgentId::new(number).unwrap()

@@ -29,7 +29,7 @@ use super::super::{
     rights::{May, Rights},
     source::{Answer, Source, Sources, User, Watched},
 };
-use crate::fleet::{AgentFile, Files};
+use crate::agent_files::{AgentFile, Files};
 
 pub(super) fn agent(number: i64) -> AgentId {
     AgentId::new(number).unwrap()

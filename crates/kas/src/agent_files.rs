@@ -8,6 +8,7 @@ use std::{
 };
 
 use agent_config::{KasState, kas_yaml::Prometheus};
+use async_trait::async_trait;
 use cluster::Tracker;
 use futures_util::{StreamExt as _, stream};
 use grpc::service::{LocalService, local_service};
@@ -55,6 +56,20 @@ pub(crate) struct AgentFile {
 /// Why a file is not known, for people.
 pub(crate) type Unknown = Arc<str>;
 type Known = Result<Arc<AgentFile>, Unknown>;
+
+/// Reads `kas.yaml` of agents.
+#[async_trait]
+pub(crate) trait Files: Send + Sync {
+    /// Returns the files of these agents, or why they are not known. Cancel safe.
+    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>>;
+}
+
+#[async_trait]
+impl Files for AgentFiles {
+    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
+        Self::of(self, agents).await
+    }
+}
 
 /// Finds the files of agents.
 pub(crate) struct AgentFiles {
