@@ -338,6 +338,10 @@ struct Health {
 /// # Errors
 /// If it is none.
 pub fn page(kind: Kind, bytes: &[u8]) -> Result<Page, Unreadable> {
+    // An array would pass as a list without fields.
+    if bytes.trim_ascii_start().first() != Some(&b'{') {
+        return Err(Unreadable("it is not a JSON object".to_owned()));
+    }
     let list: RawList = serde_json::from_slice(bytes).map_err(|error| Unreadable(error.to_string()))?;
     let told = list.items.into_iter().filter_map(|item| told(kind, item));
     Ok(Page { told: told.collect(), next: list.metadata.next })

@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashMap,
+    io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
@@ -262,9 +263,16 @@ impl GitLab {
     }
 
     async fn start_as(ip: IpAddr, tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
-        // A port that no other process gets while this one is down.
-        let [port] = ports::free()?;
-        let listener = TcpListener::bind((ip, port)).await?;
+        // A port that no other process gets while this one is down. Another test may have just taken it.
+        let mut tries = 0;
+        let (port, listener) = loop {
+            let [port] = ports::free()?;
+            match TcpListener::bind((ip, port)).await {
+                Ok(listener) => break (port, listener),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse && tries < 10 => tries += 1,
+                Err(error) => return Err(error.into()),
+            }
+        };
         let knowledge = Knowledge {
             release: Release::V14,
             agents: HashMap::new(),

@@ -333,6 +333,8 @@ async fn rules_and_dashboards_name_metrics_and_labels_that_kas_and_agentk_have()
     );
     let users = json!({ "address": "127.0.0.1:0", "client_ca_file": certificate, "crl_file": crl });
     merge(&mut config, json!({ "agent": { "kubernetes_api": { "listen": users } } }));
+    let sink = json!({ "name": "log", "agents": "all", "news": ["agents"], "log": true });
+    merge(&mut config, json!({ "sinks": { "targets": [sink] } }));
     let asking = Kas::start_with(Options { config, ..Options::default() }).await?;
     let (policy, audit) = (dir.path().join("policy.yaml"), dir.path().join("audit.log"));
     fs::write(&policy, "agent: []")?;

@@ -79,8 +79,11 @@ fn applications() -> [(Value, Value); 3] {
         let mut object = json!({
             "apiVersion": api, "kind": kind, "metadata": { "namespace": namespace, "name": name },
         });
-        object["spec"] = rest["spec"].clone();
-        object["status"] = rest["status"].clone();
+        for part in ["spec", "status"] {
+            if let Some(value) = rest.get(part) {
+                object[part] = value.clone();
+            }
+        }
         object
     };
     let flux = json!({

@@ -514,6 +514,9 @@ fn commented_keys_of_the_default_file_are_valid_once_enabled() {
              sentinel and cluster",
             "redis.cluster: found a section; expected nothing, because redis.server is given: exactly one of server, \
              sentinel and cluster",
+            // The file says `tracker: memory`, although it has Redis then.
+            "direct: found a section, although there is one replica (tracker: memory); expected several replicas: \
+             only then there is something to tell",
         ]
     );
     // The default file contains every key of the complete 14.1 file.
