@@ -1,6 +1,6 @@
 //! Sinks: news of agents for other programs.
 //!
-//! [`Sinks`] takes news and keeps it for each sink that wants it, and a [`Sender`] for each sends it. News
+//! `Sinks` takes news and keeps it for each sink that wants it, and a `Sender` for each sends it. News
 //! comes from `homes` (agents that come and go, and Kubernetes events of those whose home is this replica)
 //! and from `syncs` (the planners of this replica).
 

@@ -297,7 +297,7 @@ fn digest_detects_a_wrong_copy() {
         let from = lab.identity();
         lab.table.message(stream, Some(from), beat, lab.now);
         lab.actions.extend(lab.table.actions());
-        assert!(lab.actions.iter().any(|action| asks_snapshot(action)), "{:?}", lab.actions);
+        assert!(lab.actions.iter().any(asks_snapshot), "{:?}", lab.actions);
     }
     run();
     must_fail_with(Flaw::NoDigest, run);

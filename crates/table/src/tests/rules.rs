@@ -286,7 +286,7 @@ fn a_gap_on_a_stream_asks_for_a_snapshot() {
     lab.now += ms(20);
     lab.pump();
     assert!(!lab.holds(4), "an operation behind a gap is not applied");
-    assert!(lab.actions.iter().any(|action| asks_snapshot(action)));
+    assert!(lab.actions.iter().any(asks_snapshot));
     lab.connect();
     lab.pump();
     assert!(lab.holds(3) && lab.holds(4));
