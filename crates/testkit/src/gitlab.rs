@@ -265,10 +265,10 @@ impl GitLab {
     async fn start_as(ip: IpAddr, tls: Option<TlsAcceptor>, ca_pem: Option<String>) -> Result<Self> {
         // A port that no other process gets while this one is down. Another test may have just taken it.
         let mut tries = 0;
-        let (port, listener) = loop {
+        let listener = loop {
             let [port] = ports::free()?;
             match TcpListener::bind((ip, port)).await {
-                Ok(listener) => break (port, listener),
+                Ok(listener) => break listener,
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse && tries < 10 => tries += 1,
                 Err(error) => return Err(error.into()),
             }

@@ -28,8 +28,8 @@ use crate::{
 };
 
 /// Are impersonated: one may read the pods of all namespaces, one those of one namespace, one nothing.
-const ALL: &str = "kasu_allallallallallallallallallallallallallallal";
-const ONE: &str = "kasu_oneoneoneoneoneoneoneoneoneoneoneoneoneoneon";
+const ALL: &str = "kasu_allallallallallallallallallallallallallalla";
+const ONE: &str = "kasu_oneoneoneoneoneoneoneoneoneoneoneoneoneoneo";
 const NONE: &str = "kasu_nonenonenonenonenonenonenonenonenonenonenon";
 
 /// A kas with these users. Jane's requests run as agentk.
@@ -260,7 +260,9 @@ async fn an_agent_of_14_1_has_views_for_those_who_see_what_it_sees() -> Result<(
     let files = TempDir::with_prefix("views-http-")?;
     let endpoint = endpoint(&files).await?;
     let api = DemoApi::start(SocketAddr::from(([127, 0, 0, 1], 0))).await?;
-    let _agent = HttpAgent::start(endpoint.kas.agent, &token(AGENT), Kind::Old, api.address()).await?;
+    let agent = HttpAgent::start(endpoint.kas.agent, &token(AGENT), Kind::Old, api.address()).await?;
+    // It is connected as long as it has this stream.
+    let _configuration = agent.raw().configuration("").await?;
     let target = "pods?agents=id%3D1";
     let seen = eventually("the agent has rows", async || {
         let (status, answer) = ask(endpoint.address, JANE, target, None).await?.json().await?;

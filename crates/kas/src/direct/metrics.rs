@@ -40,8 +40,8 @@ impl DirectMetrics {
     /// Creates the families and registers them.
     pub fn new(registry: &mut Registry) -> Self {
         let told = Family::default();
-        let registry = registry.sub_registry_with_prefix("kas_direct");
-        registry.register("told", "Proxies that were told who holds an agent", told.clone());
+        let registry = registry.sub_registry_with_prefix("kas");
+        registry.register("direct_told", "Proxies that were told who holds an agent", told.clone());
         let metrics = Self { told };
         for by in [By::Lookup, By::Accel] {
             for owner in [Owner::Here, Owner::Other, Owner::Unknown] {
