@@ -19,7 +19,7 @@ use testkit::{
     caller::{Caller, Jwt},
     endpoint::{JANE, write_users},
     http1::read_head,
-    kas::{token, write_private},
+    kas::{eventually, token, write_private},
     mesh::{EXPLAIN_AGENT, Mesh, Options},
     proxy::Proxy,
 };
@@ -78,6 +78,19 @@ impl Setup {
         agentk.connected().await?;
         let holds: Vec<(i64, usize)> = holders.iter().map(|n| (1, *n)).collect();
         mesh.converged(&holds).await?;
+        // Tables come over TCP at once, and the addresses for callers with the first gossip.
+        for n in 0..3 {
+            let caller = mesh.caller(n).await?;
+            eventually("the replica knows where the holders are reached", async || {
+                let asked = ExplainAgentRequest { agent_id: 1 };
+                let told: ExplainAgentResponse = caller.unary(EXPLAIN_AGENT, &asked).await?;
+                let holders: Vec<_> = told.replicas.iter().filter(|one| one.idle_tunnels > 0).collect();
+                let are_known =
+                    holders.iter().all(|one| !one.api_door.is_empty() && !one.http_door.is_empty());
+                Ok(if are_known && !holders.is_empty() { Ok(()) } else { Err(format!("{told:?}")) })
+            })
+            .await?;
+        }
         Ok(Self { mesh, api_server, _agentk: agentk, _files: files })
     }
 
