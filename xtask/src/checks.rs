@@ -371,6 +371,42 @@ mod tests {
         assert_eq!(code(&[Verdict::skipped("no cargo-deny"), Verdict::Failed]), 1);
     }
 
+    #[test]
+    fn lints_share_what_the_tests_have_compiled_and_its_times() {
+        let folder = tempfile::tempdir().unwrap();
+        let (tests, lints) = (folder.path().join("debug"), folder.path().join("ci/lints/debug"));
+        for (file, text) in [
+            (".fingerprint/a-1/invoked.timestamp", "f"),
+            ("build/a-1/output", "b"),
+            ("deps/liba.rlib", "r"),
+            ("deps/liba.rmeta", "m"),
+            ("deps/libb.so", "s"),
+            ("deps/tests-1", "a program"),
+        ] {
+            let file = tests.join(file);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        }
+        let long_ago = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let stamp = File::options().write(true).open(tests.join(".fingerprint/a-1/invoked.timestamp"));
+        stamp.unwrap().set_modified(long_ago).unwrap();
+        share(&tests, &lints).unwrap();
+        for shared in ["build/a-1/output", "deps/liba.rlib", "deps/liba.rmeta", "deps/libb.so"] {
+            assert_eq!(
+                fs::read(tests.join(shared)).unwrap(),
+                fs::read(lints.join(shared)).unwrap(),
+                "{shared}"
+            );
+        }
+        assert!(!lints.join("deps/tests-1").exists());
+        let stamp = fs::metadata(lints.join(".fingerprint/a-1/invoked.timestamp")).unwrap();
+        assert_eq!(stamp.modified().unwrap(), long_ago);
+        // Lints that have a folder keep it.
+        fs::write(tests.join("deps/libc.so"), "c").unwrap();
+        share(&tests, &lints).unwrap();
+        assert!(!lints.join("deps/libc.so").exists());
+    }
+
     /// The script of the checks, with a cargo that does nothing and so many seconds of its time used.
     fn run_after(seconds: u32) -> (Option<i32>, String) {
         use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
