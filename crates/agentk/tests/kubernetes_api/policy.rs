@@ -371,7 +371,8 @@ fn is_within(head: &str) -> bool {
         _ => false,
     };
     if is_discovery {
-        return reads;
+        // Outside of resources, the API server authorizes by the method in lower case.
+        return matches!(method.to_ascii_lowercase().as_str(), "get" | "head");
     }
     let resource = if impersonates { "configmaps" } else { "pods" };
     let watches = target.split(['?', '&']).any(|part| part.starts_with("watch=") && part != "watch=0");
