@@ -76,7 +76,7 @@ pub struct Config {
     pub api: Api,
     /// The listener for webhooks; `None`: it is off.
     pub hooks: Option<Hooks>,
-    /// The listener that tells proxies who holds an agent; `None`: it is off.
+    /// The listener that tells proxies which replica holds an agent; `None`: it is off.
     pub direct: Option<Direct>,
     /// Metrics, probes, logs, traces, the audit log and the status page.
     pub observability: Observability,

@@ -46,7 +46,7 @@ impl<T> Default for Presence<T> {
 }
 
 impl<T: Clone> Presence<T> {
-    /// Notes who is connected. `is_complete`: nobody else is. Returns what is to be told.
+    /// Notes the connected agents. `is_complete`: no other agent is. Returns the news.
     pub fn observe(
         &mut self,
         connected: impl IntoIterator<Item = (AgentId, T)>,
@@ -140,7 +140,7 @@ mod tests {
         see(&mut presence, &[1], true, true, 20);
         see(&mut presence, &[1], true, true, 25);
         see(&mut presence, &[1], true, true, 90);
-        assert_eq!(presence.agents.len(), 1, "who is away is forgotten");
+        assert_eq!(presence.agents.len(), 1, "an agent that is away is forgotten");
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub(super) struct Uses {
     pub(super) fleet_metrics: Arc<FleetMetrics>,
     pub(super) hub: Arc<Hub>,
     pub(super) catalog: Arc<Catalog>,
-    /// `None`: proxies are not told who holds an agent.
+    /// `None`: proxies are not told which replica holds an agent.
     pub(super) owners: Option<Arc<dyn Owners>>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,

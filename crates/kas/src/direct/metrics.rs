@@ -15,7 +15,7 @@ pub(super) enum By {
     Accel,
 }
 
-/// Who holds the agent.
+/// Which replica holds the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Owner {
     Here,
@@ -41,7 +41,11 @@ impl DirectMetrics {
     pub fn new(registry: &mut Registry) -> Self {
         let told = Family::default();
         let registry = registry.sub_registry_with_prefix("kas");
-        registry.register("direct_told", "Proxies that were told who holds an agent", told.clone());
+        registry.register(
+            "direct_told",
+            "Answers to proxies that ask which replica holds an agent",
+            told.clone(),
+        );
         let metrics = Self { told };
         for by in [By::Lookup, By::Accel] {
             for owner in [Owner::Here, Owner::Other, Owner::Unknown] {

@@ -77,7 +77,7 @@ struct Asked {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     agent: AgentId,
-    /// Names and groups of who has read it; `None`: agentk.
+    /// The user and the groups that have read it; `None`: agentk.
     reader: Option<String>,
     namespaces: Vec<String>,
     helm: bool,

@@ -14,8 +14,8 @@ pub(super) struct Route {
 /// Who may send to a path. There is no class for everybody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Auth {
-    /// Who has the secret or the key of the hook that the path names, which the home of its agent verifies
-    /// before anything is kept.
+    /// A sender that has the secret or the key of the hook that the path names, which the home of its agent
+    /// verifies before anything is kept.
     OfHook,
 }
 
