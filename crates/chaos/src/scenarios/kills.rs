@@ -45,12 +45,8 @@ pub(super) async fn killed_under_load(run: &mut Run) -> Result<()> {
     let end = Instant::now() + all;
     while Instant::now() < end {
         let next = Instant::now() + each;
-        // One that is the only one of agents: one that came back may have none yet.
-        let holding: Vec<usize> = (0..run.setup.replicas).filter(|n| !run.held_by(*n).0.is_empty()).collect();
-        let n = match holding.len() {
-            0 => run.rng.random_range(0..run.setup.replicas),
-            many => holding[run.rng.random_range(0..many)],
-        };
+        // Any of them with the same chance, as a machine that fails: one that came back may hold no agent yet.
+        let n = run.rng.random_range(0..run.setup.replicas);
         kill(run, n, single).await?;
         tokio::time::sleep_until(next).await;
     }
