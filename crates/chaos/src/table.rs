@@ -318,7 +318,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S29",
         "agents on all replicas; replicas are killed one by one",
-        "failures are unknown only, until the last one",
+        "clients that try every replica see unknown failures only, until the last one",
         false,
     ),
     row(
@@ -376,7 +376,7 @@ pub(crate) const ALL: &[Scenario] = &[
     .needs(&[Need::Groups]),
     row(
         "S39",
-        "CPU starvation: four busy processes per core, then a fifth of a core for one replica",
+        "CPU starvation: four busy processes per core, then 20 % of a core for one replica, or less if it needs less",
         "no false death, no request fails with the latter",
         false,
     )

@@ -70,9 +70,14 @@ impl Group {
     pub(crate) fn processor(process: &Process, percent: u64) -> Result<Self> {
         let group = Self::new("cpu", process)?;
         group.write("cpu.cfs_period_us", PERIOD)?;
-        group.write("cpu.cfs_quota_us", PERIOD * percent / 100)?;
+        group.share(percent)?;
         group.enter()?;
         Ok(group)
+    }
+
+    /// Changes the share of one processor, in percent.
+    pub(crate) fn share(&self, percent: u64) -> Result<()> {
+        self.write("cpu.cfs_quota_us", PERIOD * percent / 100)
     }
 
     /// Lets a process have only this much memory from now on, beyond what it has, in bytes.

@@ -137,6 +137,8 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn one_by_one(run: &mut Run) -> Result<()> {
+    // With two of three gone, the second choice of a client may be gone, too.
+    run.client.try_all();
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(3)).await;
     for n in 0..run.setup.replicas - 1 {
