@@ -24,7 +24,7 @@ use http_body::{Body, Frame, SizeHint};
 use kube_request::{RequestInfo, Target, Upgrade};
 pub use process::audit_log::Output;
 use process::{
-    audit_log::{self, AuditLog, AuditMetrics, OpenError},
+    audit_log::{self, AuditLog, AuditMetrics, OpenError, push_json, timestamp},
     clock,
 };
 use prometheus_client::registry::Registry;
@@ -335,22 +335,8 @@ impl audit_log::Record for Line {
             bytes_out: self.bytes_out,
             duration_us: u64::try_from(self.duration.as_micros()).unwrap_or(u64::MAX),
         };
-        let before = out.len();
-        match serde_json::to_writer(&mut *out, &json) {
-            Ok(()) => out.push(b'\n'),
-            // Does not happen: a line has only texts and numbers.
-            Err(_) => out.truncate(before),
-        }
+        push_json(out, &json);
     }
-}
-
-/// Formats a time as in RFC 3339, in microseconds.
-fn timestamp(since_epoch: Duration) -> String {
-    prost_types::Timestamp {
-        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
-        nanos: i32::try_from(since_epoch.subsec_micros() * 1000).unwrap_or(0),
-    }
-    .to_string()
 }
 
 #[cfg(test)]

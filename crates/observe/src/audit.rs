@@ -12,6 +12,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use ids::{Actor, AgentId, ConnectionId};
 pub use process::audit_log::AuditMetrics;
+use process::audit_log::{push_json, timestamp};
 use serde::Serialize;
 
 pub use self::sink::{OpenError, Sink, is_open_to_others};
@@ -283,23 +284,8 @@ impl Record {
             outcome: end.and_then(|end| end.outcome),
             duration_us: end.map(|end| u64::try_from(end.duration.as_micros()).unwrap_or(u64::MAX)),
         };
-        let before = out.len();
-        match serde_json::to_writer(&mut *out, &line) {
-            Ok(()) => out.push(b'\n'),
-            // Does not happen: a line has only texts and numbers.
-            Err(_) => out.truncate(before),
-        }
+        push_json(out, &line);
     }
-}
-
-/// Formats a time as in RFC 3339.
-fn timestamp(since_epoch: Duration) -> String {
-    prost_types::Timestamp {
-        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
-        // Rounded down to microseconds.
-        nanos: i32::try_from(since_epoch.subsec_micros() * 1000).unwrap_or(0),
-    }
-    .to_string()
 }
 
 #[cfg(test)]

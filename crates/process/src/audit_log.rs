@@ -25,6 +25,7 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family},
     registry::Registry,
 };
+use serde::Serialize;
 use tokio::{sync::oneshot, time::Instant};
 
 /// The most lines in one write.
@@ -40,6 +41,26 @@ const FLUSH: Duration = Duration::from_secs(2);
 pub trait Record: Send + 'static {
     /// Appends the line, with the newline at its end. It is called by the thread that writes.
     fn write_to(&self, out: &mut Vec<u8>);
+}
+
+/// Appends a line of JSON, with the newline at its end.
+pub fn push_json(out: &mut Vec<u8>, line: &impl Serialize) {
+    let before = out.len();
+    match serde_json::to_writer(&mut *out, line) {
+        Ok(()) => out.push(b'\n'),
+        // Does not happen: a line has only texts and numbers.
+        Err(_) => out.truncate(before),
+    }
+}
+
+/// Formats a time since the epoch as in RFC 3339, rounded down to microseconds.
+#[must_use]
+pub fn timestamp(since_epoch: Duration) -> String {
+    prost_types::Timestamp {
+        seconds: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(since_epoch.subsec_micros() * 1000).unwrap_or(0),
+    }
+    .to_string()
 }
 
 /// Where the lines are written.
