@@ -2,18 +2,57 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use history::{History, Kind, Micros, Outcome, Request};
+use history::{History, Kind, Micros, Outcome, Request, SECOND};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     clock::millis,
     measure::{
-        Measured, NOT_UNKNOWN, Row, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_LOCAL, T_UNBLOCK_REMOTE,
+        CALM_FAILED, Measured, NOT_UNKNOWN, Row, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_LOCAL,
+        T_UNBLOCK_REMOTE, UNTOLD,
     },
 };
 
+/// How long requests may fail after a fault has ended.
+const RECOVERS: Micros = 10 * SECOND;
+
 /// Measures what only the whole history shows.
 pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
+    let mut all = of_scenario(id, history);
+    let totals = Totals::of(history);
+    if totals.requests > 0 {
+        for (row, count) in [(&UNTOLD, totals.other), (&CALM_FAILED, calm(history))] {
+            let mut measured = Measured::new(row);
+            measured.values.push(f64::from(count));
+            all.push(measured);
+        }
+    }
+    all
+}
+
+/// How many requests failed although no fault lasted while they did, nor had ended just before, and all replicas
+/// that had been started were running.
+fn calm(history: &History) -> u32 {
+    let faults = history.faults.iter().map(|fault| (fault.from, fault.to));
+    let down = history.lives.iter().filter_map(|life| {
+        let to = life.to?;
+        let back = history.lives.iter().filter(|next| next.replica == life.replica && next.from >= to);
+        Some((to, back.map(|next| next.from).min()))
+    });
+    let times: Vec<(Micros, Micros)> = faults
+        .chain(down)
+        .map(|(from, to)| (from, to.map_or(Micros::MAX, |to| to.saturating_add(RECOVERS))))
+        .collect();
+    let struck = |request: &Request| {
+        let ended = request.ended.unwrap_or(Micros::MAX);
+        times.iter().any(|(from, until)| *from <= ended && request.begun <= *until)
+    };
+    let failed = |request: &&Request| short(request) && request.outcome != Some(Outcome::Ok);
+    let count = history.requests.iter().filter(failed).filter(|request| !struck(request)).count();
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
     let totals = Totals::of(history);
     let one = |row: &Row, value: Option<f64>| {
         let mut measured = Measured::new(row);
@@ -23,7 +62,9 @@ pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        "S03" | "S29" | "S55" | "S57" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
+        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S55" | "S57" => {
+            vec![one(&NOT_UNKNOWN, Some(failed)), idempotent]
+        }
         "S18" => {
             let mut remote = Measured::new(&T_UNBLOCK_REMOTE);
             let times = unblocked(history).into_iter().filter(|(is_local, _)| !is_local);
@@ -163,6 +204,41 @@ pub(crate) fn failures(history: &History) -> Vec<(u32, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failures_are_excused_by_faults_only() {
+        let request = |id, begun: Micros, outcome| {
+            Request { begun: begun * SECOND, ..Request::new(id, 1, Kind::Unary, 0) }
+                .ended((begun + 1) * SECOND, outcome)
+        };
+        let fault = history::Fault {
+            from: 20 * SECOND,
+            to: Some(30 * SECOND),
+            what: "SIGKILL".to_owned(),
+            effect: history::Effect::None,
+        };
+        let mut history = History {
+            requests: vec![request(1, 19, Outcome::Unknown), request(2, 40, Outcome::NotStarted)],
+            faults: vec![fault],
+            ..History::default()
+        };
+        assert_eq!(calm(&history), 0);
+        history.requests.push(request(3, 18, Outcome::Unknown));
+        history.requests.push(request(4, 41, Outcome::NotStarted));
+        history.requests.push(Request { invalid_since: Some(0), ..request(5, 50, Outcome::Refused) });
+        assert_eq!(calm(&history), 2);
+        assert_eq!(whole("S06", &history).last().unwrap().values, [2.0]);
+        let life = |from: Micros, to: Option<Micros>| history::Life {
+            replica: "a".to_owned(),
+            epoch: None,
+            later: Vec::new(),
+            from: from * SECOND,
+            to: to.map(|to| to * SECOND),
+            killed: true,
+        };
+        history.lives = vec![life(0, Some(41)), life(45, None)];
+        assert_eq!(calm(&history), 1, "one of them was down until 45 s, and is forgiven until 55 s");
+    }
 
     #[test]
     fn a_repetition_repairs_its_first_request_and_is_none_itself() {

@@ -79,6 +79,9 @@ pub(crate) fn keep(
     let mut result = RunResult::of(history, &measured, form);
     scenario.id.clone_into(&mut result.id);
     result.failures.extend(finished.slopes.iter().filter_map(Slope::failure));
+    let unseen = finished.required.iter().filter_map(|invariant| result.unseen(*invariant));
+    let unseen: Vec<String> = unseen.collect();
+    result.failures.extend(unseen);
     if let Some(error) = error {
         result.failures.insert(0, format!("{error:#}"));
     }

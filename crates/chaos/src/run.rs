@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use history::{Bounds, Effect, Fault, Kind, Life, Micros, Outcome, SECOND};
 use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::json;
@@ -116,6 +116,8 @@ pub(crate) struct Run {
     swarms: Vec<Option<Swarm>>,
     /// The numbers of requests by the names that kas gave them, of swarms that have ended.
     names: HashMap<String, u64>,
+    /// How many packets cuts of the network have dropped.
+    dropped: u64,
     folder: TempDir,
     begun: Instant,
 }
@@ -235,6 +237,7 @@ impl Run {
             guest,
             swarms: Vec::new(),
             names: HashMap::new(),
+            dropped: 0,
             folder,
             begun: Instant::now(),
         };
@@ -536,10 +539,16 @@ impl Run {
     }
 
     /// Lets everything pass again, and returns when.
+    ///
+    /// # Errors
+    /// If no packet was dropped: then there was no fault.
     pub(crate) fn heal(&mut self, fault: usize) -> Result<Micros> {
+        let dropped = self.mesh.network().dropped()?;
         self.mesh.network().cut(&[])?;
+        self.dropped += dropped;
         self.fault_ends(fault);
-        self.say("the network is whole again");
+        self.say(&format!("the network is whole again; {dropped} packets were dropped"));
+        ensure!(dropped > 0, "no packet was dropped: the fault did not happen");
         Ok(clock::now())
     }
 
@@ -644,7 +653,12 @@ impl Run {
 
     /// Asks each of these agents through the replicas other than `n`, again and again, until it has answered.
     /// The returned tasks give the time from `since` to that: the work of a request is part of it.
-    pub(crate) fn first_answers(&self, agents: &BTreeSet<i64>, n: usize, since: Micros) -> JoinSet<f64> {
+    pub(crate) fn first_answers(
+        &self,
+        agents: &BTreeSet<i64>,
+        n: usize,
+        since: Micros,
+    ) -> JoinSet<Result<f64>> {
         let others: Vec<usize> = self.mesh.running().into_iter().filter(|other| *other != n).collect();
         let mut asking = JoinSet::new();
         // Many would fill the connections of the load with requests that wait.
@@ -663,12 +677,13 @@ impl Run {
                     let request = client.send(ids.next(), agent, Kind::Unary, replica, deadline).await;
                     let answered = request.outcome == Some(Outcome::Ok);
                     history.lock().requests.push(request);
-                    if answered || Instant::now() > end {
+                    if answered {
                         break;
                     }
+                    ensure!(Instant::now() < end, "agent {agent} has not answered within {LONG:?}");
                     sleep(Duration::from_millis(5)).await;
                 }
-                millis(clock::now() - since)
+                Ok(millis(clock::now() - since))
             });
         }
         asking

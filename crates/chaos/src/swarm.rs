@@ -4,18 +4,18 @@
 //! `--clusters` also have a Kubernetes API server of their own, which records too. A run is written when it
 //! ends, with the times of both ends; what is left at the end of the process is written then.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use agentk::{
     cluster::ClusterAccess,
     dial::{Dialer, KasAddresses, KasHeaders},
     metrics::Metrics,
-    module::{Answer, Context, Module, Modules, Pushed, Service, kubernetes_api::KubernetesApi},
+    module::{self, Answer, Module, Modules, Pushed, Service, kubernetes_api::KubernetesApi},
     session::SessionContext,
     supervisor,
     token::TokenFile,
 };
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use history::Presence;
 use http::{HeaderMap, HeaderValue};
@@ -44,6 +44,8 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(1);
 /// How often records are handed to the system. A killed swarm loses that much.
 const FLUSH: Duration = Duration::from_millis(200);
+/// The ending of the file with the number of replicas that each agent serves.
+const SERVED: &str = "served";
 /// Open requests may end within this after the signal.
 const LEAVE: Duration = Duration::from_secs(5);
 
@@ -191,7 +193,7 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         }
         let modules = Modules::new(modules);
         let pushed = watch::Sender::new(Pushed::default());
-        modules.start(&Context::new(pushed.subscribe(), leave.clone()), &tasks);
+        modules.start(&module::Context::new(pushed.subscribe(), leave.clone()), &tasks);
         let measured = Arc::new(Metrics::new(&mut Registry::default()));
         metrics.push((agent, Arc::clone(&measured)));
         let context = Arc::new(SessionContext {
@@ -217,11 +219,12 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         kas.rotate_left(1);
     }
     say("the swarm has started");
-    let first_tunnels = first_tunnels(metrics, recorder.clone());
+    let first_tunnels = first_tunnels(metrics.clone(), recorder.clone());
     let flushing = async {
         loop {
             sleep(FLUSH).await;
             recorder.flush()?;
+            write_served(&arguments.history, &metrics)?;
         }
     };
     let flushed: Result<()> = tokio::select! {
@@ -236,6 +239,26 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
     agents.shutdown().await;
     servers.shutdown().await;
     recorder.finish()
+}
+
+/// Writes how many replicas each agent serves, by its own knowledge.
+fn write_served(history: &Path, metrics: &[(i64, Arc<Metrics>)]) -> Result<()> {
+    let lines = metrics.iter().map(|(agent, metrics)| format!("{agent} {}\n", metrics.replicas_served.get()));
+    let (path, partial) = (history.with_extension(SERVED), history.with_extension("partial"));
+    std::fs::write(&partial, lines.collect::<String>())?;
+    // At once, for a process that reads it.
+    Ok(std::fs::rename(partial, path)?)
+}
+
+/// Reads what [`write_served`] wrote last: the number of replicas by agent.
+pub(crate) fn read_served(history: &Path) -> Result<BTreeMap<i64, usize>> {
+    let path = history.with_extension(SERVED);
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let lines = text.lines().map(|line| {
+        let (agent, replicas) = line.split_once(' ').context("an agent and a number")?;
+        Ok((agent.parse()?, replicas.parse()?))
+    });
+    lines.collect()
 }
 
 /// Records when each agent has its first tunnel.

@@ -212,7 +212,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S08",
         "SIGSTOP for 0.5, 5 and 60 s (quick: 0.5 and 5 s)",
-        "0.5 s: no death; else back within 1 s; no stale route; full form: sizes return to within 5 %",
+        "0.5 s: no death; else back within 1 s, and no request fails from then on; full form: sizes return to within 5 %",
         true,
     ),
     row(
@@ -279,7 +279,7 @@ pub(crate) const ALL: &[Scenario] = &[
     row(
         "S22",
         "agents whose packets are all dropped, without FIN",
-        "T_halfopen; other agents are served",
+        "T_halfopen; streams to them end as unknown; other agents are served",
         true,
     ),
     row(
@@ -307,7 +307,7 @@ pub(crate) const ALL: &[Scenario] = &[
         "the others run once; 32 KiB each; memory and descriptors return to within 5 %",
         false,
     ),
-    row("S27", "agents that disconnect and connect again all the time", "no lost registration", false),
+    row("S27", "agents that disconnect and connect again all the time", "each replica sees all of them each time, and none after", false),
     row(
         "S28",
         "an agent moves from replica to replica and back within one gossip interval",
@@ -369,7 +369,7 @@ pub(crate) const ALL: &[Scenario] = &[
     .two_builds(),
     row(
         "S38",
-        "full disk of the audit log, no descriptors, little memory, none at all",
+        "full disk of the audit log, no descriptors, 64 MiB more memory under a storm of waiters, none at all",
         "open connections are served, refusals in words, sizes return to within 5 %, T_recover",
         false,
     )
@@ -470,7 +470,7 @@ pub(crate) const ALL: &[Scenario] = &[
     .needs(PLANNER),
     row(
         "S57",
-        "SIGKILL of the replica that clients watch and exec through",
+        "SIGKILL of the replica that clients watch and exec through, 1,000 watches and 50 execs (quick: 60 and 12)",
         "other requests succeed; bytes are equal",
         false,
     ),

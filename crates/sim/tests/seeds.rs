@@ -42,7 +42,7 @@ fn seeds_that_failed_once_pass() {
 /// Fails if the checks have become blind.
 #[test]
 fn flaws_are_found_by_few_seeds() {
-    for flaw in ["clean-end", "kept-agents", "repeat"] {
+    for flaw in ["clean-end", "kept-agents", "lost-wake-ups", "repeat"] {
         let few = ["--seeds", "1", "--replicas", "3", "--agents", "10", "--minutes", "0.25"];
         let output = sim(&[&few[..], &["--flaw", flaw]].concat());
         let said = String::from_utf8_lossy(&output.stdout);

@@ -10,7 +10,10 @@ use super::{
     short,
     slow::{self, Simulated},
 };
-use crate::table::{ALL, Scenario};
+use crate::{
+    slope::Tells,
+    table::{ALL, Scenario},
+};
 
 const HEAD: &str = "\
 # Chaos
@@ -28,10 +31,19 @@ client gets that repeats those, too.
 taken from views of replicas include the time until the next look: up to 50 ms for lists of replicas, and up to
 the period that a row names for agents.
 
-`cargo xtask chaos --scenario S02 --seed N` repeats a run: the choices of the nemesis are the same, not the
-scheduling of processes.
+*Full* and *quick* are the two lengths of a scenario. *No gates* means that a time fails only beyond ten times its
+gate, because the machine was busy or the programs were not optimized; such runs are not in the table of targets.
+
+In every scenario, each failure says whether the request may have run, and no request fails that was sent more than
+10 s after a fault, with all replicas running. An invariant that a scenario must observe and did not fails it, and
+so does a cut of the network that dropped no packet.
+
+`cargo xtask chaos --scenario S02 --seed N` repeats a run: the *nemesis*, which makes the faults, chooses the same,
+but processes are not scheduled in the same way.
 ";
 
+/// How many failures of a run are shown.
+const FAILURES: usize = 10;
 /// The faults of the product that runs have found.
 const FOUND: &str = include_str!("found.md");
 
@@ -48,6 +60,11 @@ impl Row<'_> {
 
     fn failed(&self) -> usize {
         self.present.iter().filter(|result| !result.passes()).count()
+    }
+
+    /// Whether it is open if a size grows.
+    fn undecided(&self) -> bool {
+        self.last().is_some_and(|last| last.slopes.iter().any(|slope| slope.tells() == Tells::Undecided))
     }
 
     /// All values of each quantity.
@@ -126,8 +143,7 @@ fn machines(out: &mut String, results: &[RunResult]) {
         let _ = writeln!(
             out,
             "{debug} of them ran programs without optimizations, on cores that compilers used too (*debug build*). What \
-             they counted holds; their times are upper bounds, are not held to gates (*no gates*), and are not in the \
-             table of targets."
+             they counted holds; their times are upper bounds."
         );
     }
 }
@@ -135,6 +151,7 @@ fn machines(out: &mut String, results: &[RunResult]) {
 fn verdict(scenario: &Scenario, rows: &BTreeMap<&str, Row<'_>>) -> String {
     let link = scenario.id.to_lowercase();
     let words = rows.iter().map(|(form, row)| match (row.failed(), row.present.len()) {
+        (0, _) if row.undecided() => format!("[passes, with slopes undecided](#{link}) ({form})"),
         (0, 1) => format!("[passes](#{link}) ({form})"),
         (0, runs) => format!("[passes](#{link}) ({form}, {runs} runs)"),
         (failed, runs) => format!("[**FAILS**](#{link}) ({form}, {failed} of {runs})"),
@@ -171,7 +188,7 @@ fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
     let _ = writeln!(
         out,
         "\n## Targets\n\nAll values of all scenarios, each of the commit that ran last.\n\n\
-         | | scenarios | N | p50 | p99 or worst | max | target | gate | | others publish | what is measured |\n\
+         | | scenarios | N | p50 | p99 or worst | worst | target | gate | meets | others publish | what is measured |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     for (quantity, ids) in &all {
@@ -238,25 +255,21 @@ fn section(
         if !quantities.is_empty() {
             let _ = writeln!(
                 out,
-                "\n| {form} | N | p50 | p99 or worst | max | target | gate | |\n\
+                "\n| {form} | N | p50 | p99 or worst | worst | target | gate | meets |\n\
                  | --- | --- | --- | --- | --- | --- | --- | --- |"
             );
             for quantity in &quantities {
                 let _ = writeln!(out, "| {} | {} |", quantity.name, numbers(quantity, last.no_gates));
             }
         }
-        let seen: Vec<String> = last
-            .invariants
-            .iter()
-            .filter(|(_, checks)| checks.checked > 0)
-            .map(|(invariant, checks)| format!("{invariant} {}", checks.words))
-            .collect();
-        let unseen: Vec<&str> = last
-            .invariants
-            .iter()
-            .filter(|(_, checks)| checks.checked == 0)
-            .map(|(invariant, _)| invariant.as_str())
-            .collect();
+        let (mut seen, mut unseen) = (Vec::new(), Vec::new());
+        for invariant in Invariant::ALL.map(|invariant| invariant.to_string()) {
+            match last.invariants.get(&invariant) {
+                Some(checks) if checks.checked > 0 => seen.push(format!("{invariant} {}", checks.words)),
+                Some(_) => unseen.push(invariant),
+                None => {}
+            }
+        }
         let _ = write!(out, "\nInvariants, seed {}: {}.", last.seed, seen.join("; "));
         if unseen.is_empty() {
             let _ = writeln!(out);
@@ -270,8 +283,12 @@ fn section(
             let _ = writeln!(out, "\n{note}");
         }
         for result in &row.present {
-            for failure in &result.failures {
+            for failure in result.failures.iter().take(FAILURES) {
                 let _ = writeln!(out, "\n**Fails**, seed {}: {failure}", result.seed);
+            }
+            let more = result.failures.len().saturating_sub(FAILURES);
+            if more > 0 {
+                let _ = writeln!(out, "\n**Fails**, seed {}: and {more} more like these", result.seed);
             }
         }
     }

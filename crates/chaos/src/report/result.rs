@@ -180,6 +180,16 @@ impl RunResult {
         }
     }
 
+    /// Why an invariant that must have been observed does not count as holding: it was never checked.
+    pub(crate) fn unseen(&self, invariant: Invariant) -> Option<String> {
+        let name = invariant.to_string();
+        match self.invariants.get(&name) {
+            Some(checks) if checks.checked > 0 => None,
+            Some(checks) => Some(format!("{name} was never checked: {}", checks.words)),
+            None => Some(format!("{name} was never checked")),
+        }
+    }
+
     pub(crate) fn passes(&self) -> bool {
         self.failures.is_empty()
     }
@@ -270,5 +280,7 @@ mod tests {
         assert!(no_gates.passes() && no_gates.no_gates, "{:?}", no_gates.failures);
         assert_eq!(no_gates.form, "quick, no gates");
         assert!(result.invariants["I1"].words.starts_with("not observed"));
+        let unseen = result.unseen(Invariant::I1).unwrap();
+        assert!(unseen.starts_with("I1 was never checked: not observed"), "{unseen}");
     }
 }

@@ -6,20 +6,22 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use history::{History, Metric, Micros, Presence, SECOND, Truth, Version, View};
+use history::{History, Invariant, Kind, Metric, Micros, Presence, SECOND, Truth, Version, View};
 use testkit::caller::Caller;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::{LONG, Run, Swarm};
+use super::{LONG, Run, Setup, Swarm};
 use crate::{
     auditing::{self, Audited},
-    clock,
-    measure::Measured,
+    clock::{self, millis},
+    measure::{DISAGREED, Measured},
     observer::look,
     outsiders,
     recorder::NAMES,
     sizes::metrics,
     slope::Slope,
+    swarm::read_served,
+    table::Tracker,
 };
 
 /// That an agent has come or left is taken for recorded at most this late. A replica that cannot be asked for
@@ -32,6 +34,8 @@ pub(crate) struct Finished {
     pub(crate) measured: Vec<Measured>,
     pub(crate) slopes: Vec<Slope>,
     pub(crate) notes: Vec<String>,
+    /// What must have been observed: an invariant that was never checked does not hold.
+    pub(crate) required: Vec<Invariant>,
     pub(crate) took: Duration,
 }
 
@@ -47,9 +51,7 @@ impl Run {
     /// the swarms end, and what their agents and the replicas recorded is read. Returns the whole history.
     pub(crate) async fn finish(mut self) -> Result<Finished> {
         self.mesh.network().cut(&[])?;
-        if !self.loads.is_empty() {
-            self.guest_leaves().await?;
-        }
+        self.guest_leaves().await?;
         self.unload().await;
         let settled = self.settled(LONG).await;
         if let Err(error) = &settled {
@@ -58,6 +60,7 @@ impl Run {
         // What ends with the last requests, such as tunnels that were lent.
         sleep(Duration::from_millis(1500)).await;
         self.observer.stop().await;
+        self.agreed().await?;
         self.compare().await?;
         let mut recorded = Vec::new();
         for swarm in self.swarms.iter_mut().filter_map(Option::take) {
@@ -72,16 +75,27 @@ impl Run {
             history.planned.extend(manifests.judged()?.planned);
         }
         ensure!(!history.views.is_empty(), "no replica answered");
-        let early = &mut history.header.bounds.early;
-        *early = self.observer.late().clamp(*early, LATEST.max(*early));
+        let (early, late) = (&mut history.header.bounds.early, self.observer.late());
+        if late > *early {
+            self.notes.push(format!(
+                "Two looks for agents were up to {:.1} s apart. I8 and I9 are that much less strict, up to {:.0} s.",
+                millis(late) / 1000.0,
+                millis(LATEST) / 1000.0
+            ));
+        }
+        *early = late.clamp(*early, LATEST.max(*early));
+        if self.dropped > 0 {
+            self.notes.push(format!("Cuts of the network dropped {} packets.", self.dropped));
+        }
         if self.setup.audits {
             self.audited(&names, &mut history)?;
         }
         history.header.end = clock::now();
         // Each swarm ended in order, or the run has failed above.
         history.header.runs_complete = true;
-        let took = self.begun.elapsed();
-        Ok(Finished { history, measured: self.measured, slopes: self.slopes, notes: self.notes, took })
+        let required = required(&self.setup, self.tracker, &history);
+        let Self { measured, slopes, notes, begun, .. } = self;
+        Ok(Finished { history, measured, slopes, notes, required, took: begun.elapsed() })
     }
 
     /// A guest watches, and loses access: the watch must end.
@@ -90,14 +104,58 @@ impl Run {
             return Ok(());
         }
         let users = self.folder.path().join(outsiders::USERS);
-        let id = self.ids.next();
-        let running = self.mesh.running();
-        let replica = running.first().copied().context("a replica runs")?;
-        let watched = outsiders::guest(&self.guest, id, replica, &users).await?;
-        match watched {
-            Some(watched) => self.history.lock().requests.push(watched),
-            None => self.notes.push("The guest had no watch, so that nothing could end it.".to_owned()),
+        let end = Instant::now() + LONG;
+        // What was struck last may not serve yet.
+        loop {
+            for replica in self.mesh.running() {
+                let id = self.ids.next();
+                if let Some(watched) = outsiders::guest(&self.guest, id, replica, &users).await? {
+                    self.history.lock().requests.push(watched);
+                    return Ok(());
+                }
+            }
+            ensure!(Instant::now() < end, "the guest had no watch, so that nothing could end it");
+            let [chaos, guest] = ["chaos-", "guest-"].map(outsiders::token);
+            outsiders::write_users(&users, &[("chaos", &chaos), ("guest", &guest)])?;
+            sleep(Duration::from_millis(500)).await;
         }
+    }
+
+    /// Waits until each agent serves as many replicas, as it knows, as hold it, as they know: two ends of the same
+    /// connections, of which neither tells the other. What differs in the end is measured.
+    async fn agreed(&mut self) -> Result<()> {
+        let end = Instant::now() + LONG;
+        let wrong = loop {
+            sleep(Duration::from_millis(500)).await;
+            let mut served = BTreeMap::new();
+            for swarm in self.swarms.iter().flatten() {
+                served.extend(read_served(&swarm.history)?);
+            }
+            let agents: Vec<i64> = served.keys().copied().collect();
+            let mut held: BTreeMap<i64, usize> = BTreeMap::new();
+            for n in self.mesh.running() {
+                let caller = Caller::connect(self.mesh.api(n), Some(self.client.token())).await?;
+                let asked = timeout(3 * LONG, look(&caller, &agents)).await;
+                let (_, seen) = asked.context("a replica did not answer")??;
+                for agent in seen.own {
+                    *held.entry(agent).or_default() += 1;
+                }
+            }
+            let wrong: Vec<String> = served
+                .iter()
+                .map(|(agent, served)| (agent, *served, held.get(agent).copied().unwrap_or_default()))
+                .filter(|(_, served, held)| served != held)
+                .map(|(agent, served, held)| format!("{agent} serves {served} and is held by {held}"))
+                .collect();
+            if wrong.is_empty() || Instant::now() > end {
+                break wrong;
+            }
+        };
+        if !wrong.is_empty() {
+            let some: Vec<&str> = wrong.iter().take(5).map(String::as_str).collect();
+            self.notes.push(format!("Agents and replicas disagree: {}.", some.join("; ")));
+        }
+        self.measure(&DISAGREED, [f64::from(u32::try_from(wrong.len())?)]);
         Ok(())
     }
 
@@ -172,9 +230,8 @@ impl Run {
         let mut audited = Audited::default();
         for n in 0..self.setup.replicas {
             let path = auditing::file(self.folder.path(), n);
-            // One that was never started has none.
-            if path.exists() {
-                let name = self.name(n);
+            let name = self.name(n);
+            if history.lives.iter().any(|life| life.replica == name) {
                 let killed = history.lives.iter().filter(|life| life.replica == name && life.killed).count();
                 auditing::read(&path, names, killed, &mut audited)?;
             }
@@ -185,6 +242,29 @@ impl Run {
         audited.add_to(history, &watched);
         Ok(())
     }
+}
+
+/// What a run with this setup and history must have observed.
+fn required(setup: &Setup, tracker: Tracker, history: &History) -> Vec<Invariant> {
+    use Invariant::{I1, I2, I3, I4, I5, I6, I7, I8, I10, I12, I13, I15, I20, I21};
+    let asked = |kinds: &[Kind]| history.requests.iter().any(|request| kinds.contains(&request.kind));
+    let mut required = vec![I7, I8, I10, I13];
+    if tracker == Tracker::Gossip {
+        required.extend([I5, I15]);
+    }
+    if asked(&[Kind::Unary, Kind::Http]) {
+        required.extend([I1, I2, I4, I6]);
+        if setup.audits {
+            required.extend([I3, I12]);
+        }
+    }
+    if asked(&[Kind::Upgrade]) {
+        required.push(I21);
+    }
+    if setup.clusters > 0 {
+        required.push(I20);
+    }
+    required
 }
 
 /// Ends a swarm and returns what its agents recorded.

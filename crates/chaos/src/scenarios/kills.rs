@@ -24,10 +24,13 @@ use crate::{
 const RATES: (u32, u32) = (200, 40);
 
 /// Waits for times that were measured beside the scenario.
-pub(super) async fn times(mut asking: JoinSet<f64>) -> Result<Vec<f64>> {
+///
+/// # Errors
+/// That of the first that failed: an agent that never answered has no time.
+pub(super) async fn times(mut asking: JoinSet<Result<f64>>) -> Result<Vec<f64>> {
     let mut times = Vec::new();
     while let Some(time) = asking.join_next().await {
-        times.push(time?);
+        times.push(time??);
     }
     Ok(times)
 }

@@ -295,9 +295,8 @@ async fn memory(run: &mut Run, n: usize) -> Result<(Micros, Micros)> {
         "{refused} were refused in words: {words}"
     );
     let (most, met) = (group.most()? >> 10, group.struck()?);
-    run.notes.push(format!(
-        "Little memory: {words}; {most} KiB of 65536 were used, the limit was met {met} times."
-    ));
+    run.notes
+        .push(format!("64 MiB more: {words}; {most} KiB of them were used, the limit was met {met} times."));
     ensure!(most > 0, "the group held nothing: the fault did not happen");
     group.end().await?;
     run.fault_ends(fault);

@@ -1,8 +1,9 @@
 //! The network between replicas, or to agents, is cut in part.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Result, ensure};
+use history::Outcome;
 use http::StatusCode;
 use proto::kas::api::v1::{ListReplicasRequest, ListReplicasResponse};
 use testkit::{
@@ -10,14 +11,20 @@ use testkit::{
     mesh::LIST_REPLICAS,
     network::{Cut, Traffic},
 };
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 
 use super::{process::RATE, time};
 use crate::{
     clock::{self, millis},
-    measure::{FALSE_DEATHS, T_BLACKHOLE, T_HALFOPEN, T_HEAL},
+    measure::{FALSE_DEATHS, T_BLACKHOLE, T_HALFOPEN, T_HEAL, WRONG_END},
     run::{Run, Way, between},
 };
+
+/// A stream that lasts longer than the scenario that cuts it: messages, and the time between them.
+const LONG: (u64, Duration) = (900, Duration::from_millis(100));
 
 /// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals.
 async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Duration) -> Result<()> {
@@ -72,8 +79,25 @@ pub(super) async fn deaf(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn split(run: &mut Run) -> Result<()> {
-    let lasting = time(run, 10, 60);
-    cut(run, "0, 1, 2 | 3, 4", &between(&[0, 1, 2], &[3, 4], Traffic::All), false, lasting).await
+    run.load(RATE, 0, 0);
+    let (first, count) = (run.setup.agents + 1, run.setup.more_agents);
+    let mut swarm = run.swarm((first, count, 0, 2), Some(0), 1).await?;
+    run.connected(swarm).await?;
+    let end = Instant::now() + time(run, 10, 60);
+    let fault = run.cut("0, 1, 2 | 3, 4", &between(&[0, 1, 2], &[3, 4], Traffic::All))?;
+    // From one side to the other and back: neither hears of it before the end.
+    let mut moves = 0_usize;
+    while Instant::now() < end || moves.is_multiple_of(2) {
+        run.end_swarm(swarm).await?;
+        let side = if moves.is_multiple_of(2) { 3 } else { 1 };
+        swarm = run.swarm((first, count, 0, 2), Some(side), 1).await?;
+        run.connected(swarm).await?;
+        moves += 1;
+        sleep(Duration::from_secs(2)).await;
+    }
+    run.notes.push(format!("{count} agents moved between the sides {moves} times."));
+    run.heal(fault)?;
+    run.heals(&T_HEAL).await
 }
 
 pub(super) async fn flapping(run: &mut Run) -> Result<()> {
@@ -134,6 +158,12 @@ pub(super) async fn half_open(run: &mut Run) -> Result<()> {
     let agents: Vec<i64> = (first..first + count).collect();
     let host = run.setup.replicas + 1;
     let replicas: Vec<usize> = (0..run.setup.replicas).collect();
+    let mut streams = JoinSet::new();
+    for (agent, entry) in agents.iter().copied().zip(replicas.iter().copied().cycle()) {
+        let (client, id) = (Arc::clone(&run.client), run.ids.next());
+        streams.spawn(async move { client.stream(id, agent, entry, LONG, Duration::from_secs(90)).await });
+    }
+    sleep(Duration::from_secs(2)).await;
     let at = clock::now();
     let fault = run.cut(
         "all packets of the host of eight agents are dropped",
@@ -158,5 +188,21 @@ pub(super) async fn half_open(run: &mut Run) -> Result<()> {
         sleep(Duration::from_millis(500)).await;
     }
     ensure!(left.is_empty(), "a replica holds agents that vanished a minute ago");
+    // What had been started on them ends, and as what it is.
+    let mut wrong = 0_u32;
+    while let Some(stream) = streams.join_next().await {
+        let stream = stream?;
+        let lasted = millis(stream.ended.unwrap_or_default().saturating_sub(at));
+        let is_right = stream.outcome == Some(Outcome::Unknown) && lasted < T_HALFOPEN.gate;
+        if !is_right {
+            wrong += 1;
+            run.notes.push(format!(
+                "A stream ended as {:?} after {lasted:.0} ms: {}",
+                stream.outcome, stream.detail
+            ));
+        }
+        run.history.lock().requests.push(stream);
+    }
+    run.measure(&WRONG_END, [f64::from(wrong)]);
     run.heal(fault).map(drop)
 }

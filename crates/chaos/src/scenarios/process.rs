@@ -3,12 +3,12 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::Result;
-use history::Effect;
+use history::{Effect, Micros, SECOND};
 use rand::RngExt as _;
 use testkit::process::Process;
 use tokio::time::{Instant, sleep};
 
-use super::{kills, recovery, time};
+use super::{failures::none_fails, kills, recovery, time};
 use crate::{
     clock,
     measure::{
@@ -20,6 +20,8 @@ use crate::{
 
 /// Observers of scenarios with three replicas.
 const ALL: [usize; 3] = [0, 1, 2];
+/// From this long after a pause, nothing that a replica knew before it may be used.
+const FRESH: Micros = SECOND;
 /// Requests in a second of most scenarios.
 pub(super) const RATE: u32 = 200;
 
@@ -61,6 +63,7 @@ pub(super) async fn router_killed(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn two_killed(run: &mut Run) -> Result<()> {
+    run.client.try_all();
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(3)).await;
     let stays = run.rng.random_range(0..run.setup.replicas);
@@ -121,19 +124,26 @@ pub(super) async fn paused(run: &mut Run) -> Result<()> {
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     // What piles up in a pause has been needed once before sizes are compared.
     let mut before = None;
+    let mut calm = Vec::new();
     for seconds in if run.quick { &[5][..] } else { &[5, 5, 60][..] } {
         let resumed = run.pause(n, Duration::from_secs(*seconds)).await;
         run.seen_by_others(run.learns(&T_RESUME, &T_RESUME_REDIS), n, resumed, Way::Trusted, true).await?;
-        sleep(time(run, 2, 10)).await;
+        sleep(time(run, 4, 10)).await;
+        calm.push((*seconds, (resumed + FRESH, clock::now())));
         if !run.quick && before.is_none() {
             before = Some(recovery::sizes(run).await?);
         }
     }
     run.heals(&T_HEAL).await?;
-    match before {
-        Some(before) => recovery::recovered(run, &before, &[]).await,
-        None => Ok(()),
+    if let Some(before) = before {
+        recovery::recovered(run, &before, &[]).await?;
     }
+    run.unload().await;
+    // A route that had become stale meanwhile would fail requests.
+    for (seconds, span) in calm {
+        none_fails(run, &format!("from 1 s after a pause of {seconds} s"), span)?;
+    }
+    Ok(())
 }
 
 pub(super) async fn one_by_one(run: &mut Run) -> Result<()> {
@@ -174,7 +184,8 @@ pub(super) async fn starved(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn edge_killed(run: &mut Run) -> Result<()> {
-    run.load(RATE / 2, 60, 12);
+    let (watches, execs) = if run.quick { (60, 12) } else { (1_000, 50) };
+    run.load(RATE / 2, watches, execs);
     sleep(Duration::from_secs(5)).await;
     for n in 0..if run.quick { 1 } else { run.setup.replicas } {
         kill_and_return(run, n).await?;

@@ -59,15 +59,42 @@ pub(super) async fn waiters(run: &mut Run) -> Result<()> {
 pub(super) async fn churn(run: &mut Run) -> Result<()> {
     run.load(RATE / 2, 0, 0);
     let (first, count) = (first_absent(run), run.setup.more_agents);
+    let agents: Vec<i64> = (first..first + count).collect();
     let end = Instant::now() + time(run, 10, 60);
     let mut rounds = 0;
     while Instant::now() < end {
         let swarm = run.swarm((first, count, 0, 2), None, 1).await?;
         run.connected(swarm).await?;
+        seen(run, &agents, true).await?;
         run.end_swarm(swarm).await?;
+        seen(run, &agents, false).await?;
         rounds += 1;
     }
-    run.notes.push(format!("{count} agents connected and left {rounds} times."));
+    run.notes.push(format!(
+        "{count} agents connected and left {rounds} times; each replica saw all of them each time, and none after."
+    ));
+    Ok(())
+}
+
+/// How long a replica may take to see that agents have come or left.
+const SEES: Duration = Duration::from_secs(5);
+
+/// Waits until each replica sees all of these agents, or none of them.
+async fn seen(run: &Run, agents: &[i64], present: bool) -> Result<()> {
+    for n in run.mesh.running() {
+        let asker = Caller::connect(run.mesh.api(n), Some(run.client.token())).await?;
+        let what = format!("{} sees {} of the agents", run.name(n), if present { "all" } else { "none" });
+        within(SEES, &what, async || {
+            let (_, seen) = look(&asker, agents).await?;
+            let wrong: Vec<i64> = agents
+                .iter()
+                .filter(|agent| seen.agents.get(agent).is_some_and(|holders| !holders.is_empty()) != present)
+                .copied()
+                .collect();
+            Ok(if wrong.is_empty() { Ok(()) } else { Err(wrong) })
+        })
+        .await?;
+    }
     Ok(())
 }
 

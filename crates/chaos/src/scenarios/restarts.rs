@@ -103,7 +103,7 @@ pub(super) async fn ended(run: &mut Run) {
     run.measure(&FAILED_STREAMS, [f64::from(streams)]);
     run.measure(&EARLY_EXECS, [f64::from(execs.early)]);
     run.measure(&RUDE_EXECS, [f64::from(execs.rude)]);
-    run.measure(&EXEC_LIVED, execs.lived.iter().map(|time| time.max(0.0)));
+    run.measure(&EXEC_LIVED, execs.lived.iter().copied());
     run.notes.push(format!(
         "{} upgraded connections ended because a replica left: {} by Close 1001, {} by a reset; {} of them through \
          a replica that stayed, with the tunnel of their agent.",

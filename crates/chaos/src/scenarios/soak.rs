@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use history::{Micros, SECOND};
 use rand::RngExt as _;
 use testkit::network::Traffic;
@@ -43,6 +43,7 @@ pub(super) async fn soak(run: &mut Run) -> Result<()> {
         let points: Vec<(f64, f64)> = samples.iter().map(|(at, size)| (*at, size.parts()[part].1)).collect();
         run.slopes.push(Slope::of(&run.name(0), name, &points));
     }
+    ensure!(!samples.is_empty() || ended.is_err(), "no size was read after the first quarter of the time");
     let undecided = run.slopes.iter().filter(|slope| slope.tells() == Tells::Undecided).count();
     if undecided > 0 {
         run.notes.push(format!("{undecided} slopes are undecided, which is not the same as none."));
