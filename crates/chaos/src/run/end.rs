@@ -59,8 +59,8 @@ impl Run {
         }
         // What ends with the last requests, such as tunnels that were lent.
         sleep(Duration::from_millis(1500)).await;
-        self.observer.stop().await;
         self.agreed().await?;
+        self.observer.stop().await;
         self.compare().await?;
         let mut recorded = Vec::new();
         for swarm in self.swarms.iter_mut().filter_map(Option::take) {
@@ -180,9 +180,11 @@ impl Run {
             held.insert(*n, seen.own.len());
             for agent in &seen.own {
                 holders.entry(*agent).or_default().insert(name.clone());
-                // Of the others, the observer has told where they are.
-                if !self.watched.contains(agent) {
-                    self.history.lock().presences.push(Presence {
+                // The observer has told where the others are, unless one has come since its last look.
+                let mut history = self.history.lock();
+                let is_known = |it: &Presence| it.agent == *agent && it.replica == name && it.to.is_none();
+                if !history.presences.iter().any(is_known) {
+                    history.presences.push(Presence {
                         agent: *agent,
                         replica: name.clone(),
                         connection: None,
