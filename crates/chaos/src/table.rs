@@ -303,7 +303,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S26",
-        "10,000 requests wait for an absent agent, half are cancelled, the agent connects",
+        "10,000 requests (quick: 2,000) wait for an absent agent, half are cancelled, the agent connects; twice",
         "the others run once; 32 KiB each; memory and descriptors return to within 5 %",
         false,
     ),

@@ -116,13 +116,23 @@ fn count(counts: &BTreeMap<&'static str, u32>, outcome: Outcome) -> u32 {
 pub(super) async fn waiter_storm(run: &mut Run) -> Result<()> {
     let agent = super::registry::first_absent(run);
     let number = if run.quick { 2_000 } else { 10_000 };
-    sleep(Duration::from_secs(2)).await;
+    #[expect(clippy::cast_precision_loss, reason = "thousands")]
+    let (all, half) = (number as f64, number as f64 / 2.0);
+    // What a storm needs once, such as code that is read from disk, is there before sizes are compared.
+    let storm = Storm::start(run, 0, agent, number, Duration::from_secs(240));
+    waiting(run, 0, all).await?;
+    storm.cancel.cancel();
+    let swarm = run.swarm((agent, 1, 0, 1), Some(1), 1).await?;
+    run.connected(swarm).await?;
+    storm.ended(run).await?;
+    run.end_swarm(swarm).await?;
+    says(run, 0, "kas_requests_waiting", 0.0).await?;
+    sleep(time(run, 2, 15)).await;
+
     let before = sizes(run).await?;
     let from = clock::now();
     let fault = run.fault(format!("{number} requests wait for an agent that is not there"), Effect::None);
     let storm = Storm::start(run, 0, agent, number, Duration::from_secs(240));
-    #[expect(clippy::cast_precision_loss, reason = "thousands")]
-    let (all, half) = (number as f64, number as f64 / 2.0);
     waiting(run, 0, all).await?;
     let (value, was) = (run.size(0).await?.memory, before[&0].memory);
     run.notes.push(format!("Replica 0 had {value:.0} KiB with {number} waiting requests, {was:.0} before."));
