@@ -289,6 +289,7 @@ impl Seen {
             name: &row.name,
             uid: &row.uid,
             time: row.time,
+            owner: &row.owner,
             cells: self.columns.iter().enumerate().filter_map(cell).collect(),
         }
     }
@@ -430,6 +431,8 @@ struct RowJson<'a> {
     uid: &'a str,
     /// Seconds since 1970: when it was created or, of events, seen last.
     time: i64,
+    /// What controls the object, such as `StatefulSet/db`.
+    owner: &'a str,
     /// By the titles of the columns, without ages.
     cells: Map<String, Value>,
 }
@@ -529,7 +532,7 @@ mod tests {
         assert_eq!(
             serde_json::to_value(seen.json(row)).unwrap(),
             serde_json::json!({"agent_id": 7, "agent": "prod", "resource": "pods", "namespace": "shop", "name": "b",
-                "uid": "", "time": 0, "cells": {"Ready": "1/1"}})
+                "uid": "", "time": 0, "owner": "", "cells": {"Ready": "1/1"}})
         );
     }
 }

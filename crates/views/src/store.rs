@@ -17,7 +17,7 @@ use crate::{
 /// The changes that are remembered.
 const LOG: usize = 4_096;
 /// What a row takes beside its texts: its entry, the tree around it, its key, and what the allocator adds.
-const ROW: usize = 168;
+const ROW: usize = 176;
 /// What a change takes.
 const CHANGE: usize = 32;
 
@@ -51,6 +51,7 @@ struct Row {
     resource_version: u64,
     time: i64,
     labels: Text,
+    owner: Text,
     cells: Box<[Text]>,
     namespace: Text,
 }
@@ -92,6 +93,11 @@ impl<'a> RowRef<'a> {
     /// Returns the labels, `key=value` joined by commas.
     pub fn labels(&self) -> &'a str {
         self.texts.get(self.row.labels)
+    }
+
+    /// Returns what controls the object, such as `StatefulSet/db`; empty: nothing.
+    pub fn owner(&self) -> &'a str {
+        self.texts.get(self.row.owner)
     }
 
     /// Returns a cell; empty if there is none.
@@ -217,13 +223,14 @@ impl Store {
 
     /// Adds or replaces a row. Nothing changes if it is equal.
     pub fn upsert(&mut self, new: NewRow, versions: &Versions) -> Arc<Key> {
-        let key = Key { namespace: new.namespace.as_str().into(), name: new.name.into() };
+        let key = Key { namespace: new.namespace.as_str().into(), name: new.name.as_str().into() };
         let cells = new.cells.len().min(self.columns.cells());
         if let Some((known, row)) = self.rows.get_key_value(&key) {
             let is_equal = row.uid == new.uid
                 && row.resource_version == new.resource_version
                 && row.time == new.time
                 && self.texts.get(row.labels) == new.labels
+                && self.texts.get(row.owner) == new.owner
                 && row.cells.len() == cells
                 && row.cells.iter().zip(&new.cells).all(|(old, new)| self.texts.get(*old) == new);
             let known = Arc::clone(known);
@@ -231,28 +238,14 @@ impl Store {
                 return known;
             }
             self.take(&known);
-            self.put(
-                Arc::clone(&known),
-                new.uid,
-                new.resource_version,
-                new.time,
-                &new.labels,
-                new.cells.get(..cells).unwrap_or_default(),
-            );
+            self.put(Arc::clone(&known), &new, cells);
             self.note(Arc::clone(&known), versions);
             return known;
         }
         // One text of a namespace for all of its rows.
         let namespace = self.texts.add(&new.namespace);
         let key = Arc::new(Key { namespace: self.texts.shared(namespace), name: key.name });
-        self.put(
-            Arc::clone(&key),
-            new.uid,
-            new.resource_version,
-            new.time,
-            &new.labels,
-            new.cells.get(..cells).unwrap_or_default(),
-        );
+        self.put(Arc::clone(&key), &new, cells);
         self.texts.remove(namespace);
         self.note(Arc::clone(&key), versions);
         key
@@ -265,15 +258,17 @@ impl Store {
         }
     }
 
-    fn put(&mut self, key: Arc<Key>, uid: Uid, version: u64, time: i64, labels: &str, cells: &[String]) {
-        self.bytes += Self::cost(&key, cells.len());
+    fn put(&mut self, key: Arc<Key>, new: &NewRow, cells: usize) {
+        self.bytes += Self::cost(&key, cells);
+        let kept = new.cells.get(..cells).unwrap_or_default();
         let row = Row {
-            uid,
-            resource_version: version,
-            time,
+            uid: new.uid.clone(),
+            resource_version: new.resource_version,
+            time: new.time,
             namespace: self.texts.add(&key.namespace),
-            labels: self.texts.add(labels),
-            cells: cells.iter().map(|cell| self.texts.add(cell)).collect(),
+            labels: self.texts.add(&new.labels),
+            owner: self.texts.add(&new.owner),
+            cells: kept.iter().map(|cell| self.texts.add(cell)).collect(),
         };
         self.rows.insert(key, row);
     }
@@ -281,7 +276,7 @@ impl Store {
     fn take(&mut self, key: &Key) -> Option<Arc<Key>> {
         let (known, row) = self.rows.remove_entry(key)?;
         self.bytes = self.bytes.saturating_sub(Self::cost(&known, row.cells.len()));
-        for text in row.cells.iter().chain([&row.labels, &row.namespace]) {
+        for text in row.cells.iter().chain([&row.labels, &row.owner, &row.namespace]) {
             self.texts.remove(*text);
         }
         Some(known)

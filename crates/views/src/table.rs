@@ -22,6 +22,8 @@ const LONGEST_NAME: usize = 1024;
 const LONGEST_LABELS: usize = 16 * 1024;
 /// The longest continuation token or version, in bytes.
 const LONGEST_TOKEN: usize = 64 * 1024;
+/// The label of pods that a deployment makes, whose value is also the end of the name of their replica set.
+const TEMPLATE_HASH: &str = "pod-template-hash";
 /// What is printed of an error of the API server, in bytes.
 const LONGEST_MESSAGE: usize = 1024;
 
@@ -89,6 +91,9 @@ pub struct NewRow {
     pub time: i64,
     /// The labels, `key=value` joined by commas.
     pub labels: String,
+    /// What controls the object, such as `StatefulSet/db`; empty: nothing. Of a pod that a deployment makes, it
+    /// is the deployment.
+    pub owner: String,
     /// The cells, as many as the columns need or fewer.
     pub cells: Vec<String>,
 }
@@ -194,6 +199,16 @@ struct RawMeta {
     created: Option<String>,
     // Sorted, so that equal labels are equal texts.
     labels: Option<std::collections::BTreeMap<String, String>>,
+    #[serde(rename = "ownerReferences")]
+    owners: Option<Vec<RawOwner>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct RawOwner {
+    kind: String,
+    name: String,
+    controller: Option<bool>,
 }
 
 #[derive(Deserialize, Default)]
@@ -299,8 +314,29 @@ fn name(text: Option<String>, what: &str, may_be_empty: bool) -> Result<String, 
     Ok(text)
 }
 
+/// Returns what controls an object, such as `StatefulSet/db`; empty: nothing, or its name is too long.
+fn controller(owners: Vec<RawOwner>, labels: Option<&std::collections::BTreeMap<String, String>>) -> String {
+    let controls = |owner: &RawOwner| owner.controller == Some(true);
+    let Some(RawOwner { kind, name, .. }) = owners.into_iter().find(controls) else { return String::new() };
+    let is_name = |text: &str| (1..=LONGEST_NAME).contains(&text.len());
+    if !is_name(&kind) || !is_name(&name) {
+        return String::new();
+    }
+    // The replica set between them is of no interest to people, and is in no view.
+    let of_deployment = labels
+        .and_then(|labels| labels.get(TEMPLATE_HASH))
+        .filter(|_| kind == "ReplicaSet")
+        .and_then(|hash| name.strip_suffix(hash.as_str())?.strip_suffix('-'))
+        .filter(|name| !name.is_empty());
+    match of_deployment {
+        Some(deployment) => format!("Deployment/{deployment}"),
+        None => format!("{kind}/{name}"),
+    }
+}
+
 impl RawMeta {
     fn row(self, time: Option<i64>, cells: Vec<String>) -> Result<(NewRow, String), Unreadable> {
+        let owner = controller(self.owners.unwrap_or_default(), self.labels.as_ref());
         let mut labels = String::new();
         for (key, value) in self.labels.unwrap_or_default() {
             let separator = if labels.is_empty() { "" } else { "," };
@@ -318,6 +354,7 @@ impl RawMeta {
             resource_version: version.parse().unwrap_or(0),
             time: time.or_else(|| seconds(self.created.as_deref())).unwrap_or(0),
             labels,
+            owner,
             cells,
         };
         Ok((row, version))

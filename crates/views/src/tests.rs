@@ -40,6 +40,10 @@ fn list(version: u64, rows: &[Value]) -> Page {
     table::page(Form::Table, list.to_string().as_bytes()).unwrap()
 }
 
+fn owner(kind: &str, name: &str, controls: bool) -> Value {
+    json!([{"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": UID, "controller": controls}])
+}
+
 fn event(kind: &str, row: &Value) -> Vec<u8> {
     json!({"type": kind, "object": {"kind": "Table", "metadata": {}, "rows": [row]}}).to_string().into_bytes()
 }
@@ -83,6 +87,44 @@ fn a_table_becomes_rows_without_the_name_and_the_age() {
     assert_eq!([0, 1, 2, 3, 4].map(|at| row.cell(at)), ["1/1", "Running", "3", "", ""]);
     assert_eq!((row.uid().to_string().as_str(), row.resource_version()), (UID, 5));
     assert_eq!((row.time(), row.labels()), (1_714_521_600, "app=a,tier=web"));
+}
+
+#[test]
+fn a_row_tells_the_workload_that_controls_it() {
+    let versions = Versions::default();
+    let mut store = Store::new(&versions);
+    let long = "x".repeat(2_000);
+    let cases = [
+        (json!(null), "", ""),
+        (owner("Node", "n1", false), "", ""),
+        (owner("StatefulSet", "db", true), "", "StatefulSet/db"),
+        (owner("ReplicaSet", "web-5d8f6", true), "5d8f6", "Deployment/web"),
+        (owner("ReplicaSet", "web-5d8f6", true), "d8f6", "ReplicaSet/web-5d8f6"),
+        (owner("ReplicaSet", "web-5d8f6", true), "", "ReplicaSet/web-5d8f6"),
+        (owner("Job", "web-5d8f6", true), "5d8f6", "Job/web-5d8f6"),
+        (owner(&long, "a", true), "", ""),
+    ];
+    let rows = cases.iter().enumerate().map(|(n, (owners, hash, _))| {
+        let mut row = row(&n.to_string(), 1, "Running", 0);
+        row["object"]["metadata"]["ownerReferences"] = owners.clone();
+        if !hash.is_empty() {
+            row["object"]["metadata"]["labels"] = json!({"pod-template-hash": hash});
+        }
+        row
+    });
+    listed(&mut store, &versions, list(7, &rows.collect::<Vec<_>>()));
+    for (n, (owners, hash, expected)) in cases.iter().enumerate() {
+        let key = key(&n.to_string());
+        assert_eq!(store.row(&key).unwrap().owner(), *expected, "{owners} {hash}");
+    }
+    // Another owner is a change.
+    let before = versions.last();
+    let mut adopted = row("0", 1, "Running", 0);
+    adopted["object"]["metadata"]["ownerReferences"] = owner("StatefulSet", "db", true);
+    for row in list(8, &[adopted]).rows {
+        store.upsert(row, &versions);
+    }
+    assert_eq!(changed(&store, before), ["0"]);
 }
 
 #[test]
@@ -285,6 +327,8 @@ fn a_row_takes_less_than_300_bytes() {
         .map(|n| {
             let mut row = row(&format!("web-deployment-7d9f8b6c5-{n:05}"), n, "Running", n % 3);
             row["object"]["metadata"]["labels"] = json!({"app": format!("app-{}", n % 50)});
+            let name = format!("app-{}", n % 500);
+            row["object"]["metadata"]["ownerReferences"] = owner("StatefulSet", &name, true);
             row
         })
         .collect();

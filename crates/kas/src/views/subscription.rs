@@ -654,6 +654,7 @@ fn row_of(agent: AgentId, resource: &str, row: &RowRef<'_>, places: &[Option<Sou
         uid: row.uid().to_string(),
         resource_version: row.resource_version(),
         time: row.time(),
+        owner: row.owner().to_owned(),
         cells,
     }
 }

@@ -36,6 +36,7 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
                 resource_version: 0,
                 time: 0,
                 labels: String::new(),
+                owner: String::new(),
                 cells,
             };
             let page = Page { columns: columns(), rows: vec![row], ..Page::default() };

@@ -185,6 +185,7 @@ mod tests {
             resource_version: 0,
             time: 0,
             labels: String::new(),
+            owner: String::new(),
             cells: cells.iter().map(|cell| (*cell).to_owned()).collect(),
         };
         let versions = Versions::default();

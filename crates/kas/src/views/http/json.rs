@@ -96,6 +96,7 @@ impl Printer {
             name: &row.name,
             uid: &row.uid,
             time: row.time,
+            owner: &row.owner,
             cells: Cells { columns: &self.columns, cells: &row.cells },
         }
     }
@@ -127,6 +128,8 @@ struct Row<'a> {
     uid: &'a str,
     /// Seconds since 1970: when it was created or, of events, seen last.
     time: i64,
+    /// What controls the object, such as `StatefulSet/db`.
+    owner: &'a str,
     cells: Cells<'a>,
 }
 
@@ -300,7 +303,7 @@ mod tests {
         assert_eq!(ends, [false, false, false, false, true]);
         let row = |name: &str, ready: &str| {
             json!({
-                "agent_id": 7, "agent": "prod", "resource": "pods", "namespace": "shop", "name": name, "uid": "", "time": 5,
+                "agent_id": 7, "agent": "prod", "resource": "pods", "namespace": "shop", "name": name, "uid": "", "time": 5, "owner": "",
                 "cells": {"Ready": ready, "IP": ""},
             })
         };
