@@ -12,6 +12,7 @@ pub mod direct;
 mod directory;
 pub mod fleet;
 pub mod hooks;
+mod joined;
 pub mod listener;
 pub mod mailbox;
 pub mod own_certificate;

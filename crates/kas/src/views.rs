@@ -15,6 +15,7 @@ mod kind;
 mod metrics;
 mod question;
 mod reader;
+mod reviews;
 mod rights;
 mod service;
 mod source;
@@ -54,6 +55,7 @@ pub use self::metrics::ViewMetrics;
 use self::{
     feed::{Feed, FeedKey, Look, What},
     reader::Reader,
+    reviews::Reviews,
     summary::Pace,
     wake::Wake,
 };
@@ -158,6 +160,7 @@ pub struct Hub {
     kinds: Mutex<HashMap<AgentId, Arc<AgentKind>>>,
     lookers: AtomicU64,
     callers: Mutex<HashMap<Arc<str>, usize>>,
+    reviews: Arc<Reviews>,
     summaries: Pace,
 }
 
@@ -204,6 +207,7 @@ impl Hub {
             metrics,
             phase,
         } = parts;
+        let reviews = Reviews::new(Arc::clone(&metrics));
         Arc::new(Self {
             settings,
             definitions,
@@ -224,6 +228,7 @@ impl Hub {
             kinds: Mutex::default(),
             lookers: AtomicU64::new(0),
             callers: Mutex::default(),
+            reviews,
             summaries: Pace::new(SUMMARIES),
         })
     }

@@ -9,12 +9,14 @@ use ids::AgentId;
 use kubernetes_api::{FleetCaller, NotReached};
 use serde::Deserialize;
 use serde_json::json;
+use tokio::time::Instant;
 use views::{Resource, table};
 
 use super::{
-    Selected,
+    Hub, Selected,
+    reviews::Key,
     rights::{May, Rights},
-    source::{Source, Sources, User},
+    source::{Source, User},
 };
 
 /// Agents about which is asked at once whether the caller may use them.
@@ -28,7 +30,7 @@ const REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// sees.
 pub(super) struct HttpCaller {
     pub(super) caller: Arc<dyn FleetCaller>,
-    pub(super) sources: Arc<dyn Sources>,
+    pub(super) hub: Arc<Hub>,
 }
 
 fn status(why: &NotReached) -> Status {
@@ -73,28 +75,45 @@ impl Rights for HttpCaller {
         Ok(reached)
     }
 
-    async fn may(&self, agent: AgentId, resource: &Resource, namespace: Option<&str>) -> Result<May, Status> {
+    async fn may(
+        &self,
+        agent: AgentId,
+        resource: &Resource,
+        namespace: Option<&str>,
+    ) -> Result<(May, Instant), Status> {
         let authorized = self.caller.authorize(agent).await.map_err(|why| status(&why))?;
-        let Some(identity) = authorized.run_as.impersonation() else { return Ok(May::Yes) };
-        let user = User { identity: identity.clone(), actor: self.caller.actor() };
-        let source = self.sources.open(agent, Some(user));
-        let (list, watch) = tokio::try_join!(
-            review(&*source, "list", resource, namespace),
-            review(&*source, "watch", resource, namespace)
-        )?;
-        let verbs = match (list, watch) {
-            (true, true) => return Ok(May::Yes),
-            (false, true) => "list",
-            (true, false) => "watch",
-            (false, false) => "list and watch",
-        };
-        let place = namespace.map_or_else(|| "all namespaces".to_owned(), |name| format!("namespace {name}"));
-        Ok(May::No(format!("{verbs} {} in {place}", resource.name())))
+        let Some(identity) = authorized.run_as.impersonation() else { return Ok((May::Yes, Instant::now())) };
+        let actor = self.caller.actor();
+        let key = Key::new(agent, (&actor, identity), resource, namespace);
+        let source = self.hub.sources.open(agent, Some(User { identity: identity.clone(), actor }));
+        let (resource, namespace) = (resource.clone(), namespace.map(str::to_owned));
+        let ask = async move { list_and_watch(&*source, &resource, namespace.as_deref()).await };
+        self.hub.reviews.get(key, ask).await
     }
 
     fn can_change(&self) -> bool {
         true
     }
+}
+
+/// Asks an API server whether its user may list and watch a resource.
+async fn list_and_watch(
+    source: &dyn Source,
+    resource: &Resource,
+    namespace: Option<&str>,
+) -> Result<May, Status> {
+    let (list, watch) = tokio::try_join!(
+        review(source, "list", resource, namespace),
+        review(source, "watch", resource, namespace)
+    )?;
+    let verbs = match (list, watch) {
+        (true, true) => return Ok(May::Yes),
+        (false, true) => "list",
+        (true, false) => "watch",
+        (false, false) => "list and watch",
+    };
+    let place = namespace.map_or_else(|| "all namespaces".to_owned(), |name| format!("namespace {name}"));
+    Ok(May::No(format!("{verbs} {} in {place}", resource.name())))
 }
 
 #[derive(Deserialize)]

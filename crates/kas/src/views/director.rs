@@ -18,6 +18,7 @@ use super::{
     Hub, Selected,
     feed::{FeedKey, Look, What},
     question::{MOST_NAMESPACES, Question},
+    reviews,
     rights::{May, Rights},
     wake::Wake,
 };
@@ -59,6 +60,8 @@ struct Attached {
     targets: Vec<Target>,
     /// The last time that all of it was allowed.
     asked: Instant,
+    /// When it is asked for again.
+    next: Instant,
 }
 
 /// A resource, in a namespace or everywhere.
@@ -92,8 +95,8 @@ struct Asker {
 
 /// What is found out about an agent.
 enum Found {
-    /// These, and what is missing besides.
-    Allowed(Vec<Target>, Vec<String>),
+    /// These, as was said then, and what is missing besides.
+    Allowed(Vec<Target>, Instant, Vec<String>),
     /// Nothing is allowed, or the agentk cannot say.
     Refused(Status),
     Silent(String),
@@ -138,25 +141,41 @@ impl Director {
                     return;
                 }
             }
-            tokio::select! {
-                () = self.notes.closed() => return,
-                () = tokio::time::sleep_until(again) => {
-                    again = Instant::now() + AGAIN;
-                    if let Err(status) = self.ask_again().await {
-                        self.tell(Note::Ended(status)).await;
-                        return;
+            loop {
+                let due = self.due();
+                tokio::select! {
+                    () = self.notes.closed() => return,
+                    () = tokio::time::sleep_until(due.unwrap_or(again)), if due.is_some() => {
+                        if let Err(status) = self.ask_again().await {
+                            self.tell(Note::Ended(status)).await;
+                            return;
+                        }
                     }
-                    // Those who did not answer are asked again, too.
-                    self.told.clear();
-                }
-                () = tokio::time::sleep_until(late.unwrap_or(again)), if late.is_some() => late = None,
-                // The tracker lives as long as the process.
-                Ok(()) = changes.changed() => {
-                    tokio::time::sleep(SETTLE).await;
-                    late = self.later();
+                    () = tokio::time::sleep_until(again) => {
+                        again = Instant::now() + AGAIN;
+                        // Those who did not answer are asked again, too.
+                        self.told.clear();
+                        break;
+                    }
+                    () = tokio::time::sleep_until(late.unwrap_or(again)), if late.is_some() => {
+                        late = None;
+                        break;
+                    }
+                    // The tracker lives as long as the process.
+                    Ok(()) = changes.changed() => {
+                        tokio::time::sleep(SETTLE).await;
+                        late = self.later();
+                        break;
+                    }
                 }
             }
         }
+    }
+
+    /// Returns when rights must be asked for again; `None`: never.
+    fn due(&self) -> Option<Instant> {
+        let can_change = self.asker.rights.can_change();
+        can_change.then(|| self.attached.values().map(|attached| attached.next).min()).flatten()
     }
 
     /// Returns when agents are looked for once more after a change.
@@ -208,8 +227,8 @@ impl Director {
         let (mut refused, mut has_silent) = (Vec::new(), false);
         while let Some((agent, found)) = asking.next().await {
             match found {
-                Found::Allowed(targets, missing) => {
-                    self.attach(&agent, targets).await;
+                Found::Allowed(targets, asked, missing) => {
+                    self.attach(&agent, targets, asked).await;
                     if !missing.is_empty() {
                         let reason = may_not(&missing);
                         cannot.push((agent.id, agent.name, AgentState::Forbidden, reason));
@@ -262,7 +281,7 @@ impl Director {
         self.tell(Note::Agent { agent, name, state, reason }).await;
     }
 
-    async fn attach(&mut self, agent: &Selected, targets: Vec<Target>) {
+    async fn attach(&mut self, agent: &Selected, targets: Vec<Target>, asked: Instant) {
         let asker = Arc::clone(&self.asker);
         let is_summary = asker.question.view.is_summary();
         let keys: BTreeSet<(usize, Option<Arc<str>>)> = match is_summary {
@@ -270,7 +289,7 @@ impl Director {
             false => targets.iter().map(|target| (target.resource, target.namespace.clone())).collect(),
         };
         self.told.remove(&agent.id);
-        self.attached.insert(agent.id, Attached { targets, asked: Instant::now() });
+        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN });
         for (resource, namespace) in keys {
             let what = match (is_summary, asker.resources.get(resource)) {
                 (true, _) => What::Summary,
@@ -285,17 +304,15 @@ impl Director {
         }
     }
 
-    /// Asks again for everything that is attached.
+    /// Asks again for what is due, and for what soon is.
     ///
     /// # Errors
     /// If something is not allowed any more, or nobody answers for long.
     async fn ask_again(&mut self) -> Result<(), Status> {
-        if !self.asker.rights.can_change() {
-            return Ok(());
-        }
-        let asking: Vec<_> = self
-            .attached
-            .iter()
+        // Answers that are due soon are too old to be used again, so these are questions to the API server too.
+        let soon = Instant::now() + AGAIN.saturating_sub(reviews::YES);
+        let due = self.attached.iter().filter(|(_, attached)| attached.next <= soon);
+        let asking: Vec<_> = due
             .map(|(agent, attached)| {
                 let (agent, targets, asker) = (*agent, attached.targets.clone(), Arc::clone(&self.asker));
                 async move { (agent, tokio::time::timeout(WITHIN, asker.still(agent, targets)).await) }
@@ -303,26 +320,22 @@ impl Director {
             .collect();
         let answers: Vec<_> = stream::iter(asking).buffer_unordered(AT_ONCE).collect().await;
         for (agent, answer) in answers {
+            let Some(attached) = self.attached.get_mut(&agent) else { continue };
             match answer {
-                Ok(Ok(May::Yes)) => {
-                    if let Some(attached) = self.attached.get_mut(&agent) {
-                        attached.asked = Instant::now();
-                    }
+                Ok(Ok((May::Yes, asked))) => {
+                    attached.asked = asked;
+                    attached.next = asked + AGAIN;
                 }
-                Ok(Ok(May::No(missing))) => {
+                Ok(Ok((May::No(missing), _))) => {
                     let text = format!("agent {agent}: {}, any more", may_not(&[missing]));
                     return Err(Status::new(Code::PermissionDenied, text));
                 }
                 Ok(Err(status)) if is_no(&status) => return Err(status),
-                Ok(Err(_)) | Err(_) => {
-                    let silent =
-                        self.attached.get(&agent).is_some_and(|known| known.asked.elapsed() > SILENT);
-                    if silent {
-                        let text =
-                            format!("agent {agent} has not said for {SILENT:?} what the caller may see");
-                        return Err(Status::new(Code::Unavailable, text));
-                    }
+                Ok(Err(_)) | Err(_) if attached.asked.elapsed() > SILENT => {
+                    let text = format!("agent {agent} has not said for {SILENT:?} what the caller may see");
+                    return Err(Status::new(Code::Unavailable, text));
                 }
+                Ok(Err(_)) | Err(_) => attached.next = Instant::now() + AGAIN,
             }
         }
         Ok(())
@@ -336,13 +349,14 @@ impl Asker {
             return Found::Silent(format!("not asked what the caller may see: others took {ALL_WITHIN:?}"));
         }
         let asking = async {
-            let (mut targets, mut missing) = (Vec::new(), Vec::new());
+            let (mut targets, mut missing, mut since) = (Vec::new(), Vec::new(), Instant::now());
             for (index, resource) in self.resources.iter().enumerate() {
-                let (allowed, not) = self.ask_resource(agent, index, resource).await?;
+                let (allowed, asked, not) = self.ask_resource(agent, index, resource).await?;
                 targets.extend(allowed);
                 missing.extend(not);
+                since = since.min(asked);
             }
-            Ok::<_, Status>((targets, missing))
+            Ok::<_, Status>((targets, since, missing))
         };
         let denied = |missing: &[String]| Status::new(Code::PermissionDenied, may_not(missing));
         match tokio::time::timeout(WITHIN, asking).await {
@@ -352,22 +366,22 @@ impl Asker {
             }
             Ok(Err(status)) => Found::Silent(status.message().to_owned()),
             // A summary is one row: all of it, or nothing.
-            Ok(Ok((targets, missing)))
+            Ok(Ok((targets, _, missing)))
                 if targets.is_empty() || self.question.view.is_summary() && !missing.is_empty() =>
             {
                 Found::Refused(denied(&missing))
             }
-            Ok(Ok((targets, missing))) => Found::Allowed(targets, missing),
+            Ok(Ok((targets, since, missing))) => Found::Allowed(targets, since, missing),
         }
     }
 
-    /// Returns where the caller sees a resource, and what is missing.
+    /// Returns where the caller sees a resource, since when that is known, and what is missing.
     async fn ask_resource(
         &self,
         agent: AgentId,
         index: usize,
         resource: &Resource,
-    ) -> Result<(Vec<Target>, Vec<String>), Status> {
+    ) -> Result<(Vec<Target>, Instant, Vec<String>), Status> {
         let target = |namespace: Option<&Arc<str>>, is_everywhere| Target {
             resource: index,
             namespace: namespace.cloned(),
@@ -383,41 +397,47 @@ impl Asker {
             }
         }
         let everywhere = match self.rights.may(agent, resource, None).await? {
-            May::Yes => {
+            (May::Yes, asked) => {
                 let targets = match namespaces.as_slice() {
                     [] => vec![target(None, true)],
                     some => some.iter().map(|namespace| target(Some(namespace), true)).collect(),
                 };
-                return Ok((targets, Vec::new()));
+                return Ok((targets, asked, Vec::new()));
             }
-            May::No(missing) => missing,
+            (May::No(missing), _) => missing,
         };
+        let mut since = Instant::now();
         if namespaces.is_empty() {
-            return Ok((Vec::new(), vec![everywhere]));
+            return Ok((Vec::new(), since, vec![everywhere]));
         }
         let (mut allowed, mut missing) = (Vec::new(), Vec::new());
         for namespace in &namespaces {
             match self.rights.may(agent, resource, Some(namespace)).await? {
-                May::Yes => allowed.push(target(Some(namespace), false)),
-                May::No(not) => missing.push(not),
+                (May::Yes, asked) => {
+                    allowed.push(target(Some(namespace), false));
+                    since = since.min(asked);
+                }
+                (May::No(not), _) => missing.push(not),
             }
         }
-        Ok((allowed, missing))
+        Ok((allowed, since, missing))
     }
 
-    /// Whether the caller may still see all of these.
-    async fn still(&self, agent: AgentId, targets: Vec<Target>) -> Result<May, Status> {
-        let mut asked = BTreeSet::new();
+    /// Whether the caller may still see all of these, and since when that is known.
+    async fn still(&self, agent: AgentId, targets: Vec<Target>) -> Result<(May, Instant), Status> {
+        let (mut asked, mut since) = (BTreeSet::new(), Instant::now());
         for target in targets {
             let namespace = (!target.is_everywhere).then(|| target.namespace.clone()).flatten();
             let Some(resource) = self.resources.get(target.resource) else { continue };
-            if asked.insert((target.resource, namespace.clone()))
-                && let May::No(missing) = self.rights.may(agent, resource, namespace.as_deref()).await?
-            {
-                return Ok(May::No(missing));
+            if !asked.insert((target.resource, namespace.clone())) {
+                continue;
+            }
+            match self.rights.may(agent, resource, namespace.as_deref()).await? {
+                (May::Yes, asked) => since = since.min(asked),
+                no => return Ok(no),
             }
         }
-        Ok(May::Yes)
+        Ok((May::Yes, since))
     }
 }
 

@@ -51,7 +51,7 @@ impl Fleet for HttpViews {
         })?;
         // Not that of a caller of the API listener.
         let name = format!("http/{}", question.caller.name());
-        let rights = HttpCaller { caller: question.caller, sources: Arc::clone(&self.hub.sources) };
+        let rights = HttpCaller { caller: question.caller, hub: Arc::clone(&self.hub) };
         let begin = || {
             let question = Question::read(request, self.hub.definitions(), &name)?;
             Subscription::begin(&self.hub, question, &name, Arc::new(rights), !watch)

@@ -1,9 +1,26 @@
 //! Metrics of views.
 
 use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
+
+/// What was said about what a caller may see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum ReviewAnswer {
+    Yes,
+    No,
+    /// The API server could not be asked.
+    Failed,
+    /// It was not asked: somebody had asked the same just before.
+    Kept,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReviewLabels {
+    answer: ReviewAnswer,
+}
 
 /// Metrics of views.
 #[derive(Debug)]
@@ -16,6 +33,7 @@ pub struct ViewMetrics {
     pub(super) changes: Counter,
     pub(super) failures: Counter,
     pub(super) full: Counter,
+    reviews: Family<ReviewLabels, Counter>,
 }
 
 /// Counts an open watch until dropped.
@@ -40,6 +58,7 @@ impl ViewMetrics {
             changes: Counter::default(),
             failures: Counter::default(),
             full: Counter::default(),
+            reviews: Family::default(),
         };
         registry.register(
             "view_feeds",
@@ -61,7 +80,17 @@ impl ViewMetrics {
             "Views that were given up because their rows need more than views.memory",
             metrics.full.clone(),
         );
+        registry.register(
+            "view_reviews",
+            "Questions to API servers about what callers of views may see, by their answers; Kept: not asked again",
+            metrics.reviews.clone(),
+        );
         metrics
+    }
+
+    /// Counts what was said about what a caller may see.
+    pub(super) fn review(&self, answer: ReviewAnswer) {
+        self.reviews.get_or_create(&ReviewLabels { answer }).inc();
     }
 
     /// Counts an open watch until the value is dropped.

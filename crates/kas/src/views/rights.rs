@@ -3,6 +3,7 @@
 use async_trait::async_trait;
 use grpc::Status;
 use ids::AgentId;
+use tokio::time::Instant;
 use views::Resource;
 
 use super::Selected;
@@ -27,7 +28,8 @@ pub(crate) trait Rights: Send + Sync {
     /// Cancel safe.
     async fn reach(&self, agents: Vec<Selected>) -> Result<Vec<Selected>, Status>;
 
-    /// Whether the caller may list and watch a resource of an agent. `None`: in all namespaces.
+    /// Whether the caller may list and watch a resource of an agent, and since when that is known. `None`: in
+    /// all namespaces.
     ///
     /// # Errors
     /// `PERMISSION_DENIED` and `UNAUTHENTICATED` are a no to everything; `FAILED_PRECONDITION`: the agentk
@@ -35,7 +37,12 @@ pub(crate) trait Rights: Send + Sync {
     ///
     /// # Cancel safety
     /// Cancel safe.
-    async fn may(&self, agent: AgentId, resource: &Resource, namespace: Option<&str>) -> Result<May, Status>;
+    async fn may(
+        &self,
+        agent: AgentId,
+        resource: &Resource,
+        namespace: Option<&str>,
+    ) -> Result<(May, Instant), Status>;
 
     /// Whether they can change: they are asked for again from time to time then.
     fn can_change(&self) -> bool;
@@ -51,8 +58,8 @@ impl Rights for ApiCaller {
         Ok(agents)
     }
 
-    async fn may(&self, _: AgentId, _: &Resource, _: Option<&str>) -> Result<May, Status> {
-        Ok(May::Yes)
+    async fn may(&self, _: AgentId, _: &Resource, _: Option<&str>) -> Result<(May, Instant), Status> {
+        Ok((May::Yes, Instant::now()))
     }
 
     fn can_change(&self) -> bool {

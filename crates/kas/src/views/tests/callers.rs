@@ -15,7 +15,7 @@ use kubernetes_api::{
 };
 use parking_lot::Mutex;
 use serde_json::Value;
-use tokio::time::{Duration, Instant, timeout};
+use tokio::time::{Duration, Instant, advance, timeout};
 
 use super::{
     super::HttpViews,
@@ -166,6 +166,7 @@ async fn callers_see_what_the_api_server_says_that_they_may() {
     assert_eq!(*world.reviews.lock(), ["list pods ", "watch pods "]);
 
     // What may be listed but not watched is not seen.
+    advance(Duration::from_secs(60)).await;
     *world.denied.lock() = vec!["watch pods ".to_owned(), "list pods bank".to_owned()];
     let (status, text) = refused(&lab, &jane, "pods?agents=all").await;
     assert_eq!(status, 403);
@@ -265,6 +266,7 @@ async fn a_no_ends_the_events_within_a_minute() {
 
     // So does kas, when it does not let the caller use the agent any more.
     world.denied.lock().clear();
+    advance(Duration::from_secs(3)).await;
     let mut events = Events::of(ask(&lab, &jane, target, "").await.unwrap());
     events.synced().await;
     jane.agents.lock().clear();
@@ -279,6 +281,32 @@ async fn a_no_ends_the_events_within_a_minute() {
     assert!(events.next("ended").await.contains(r#""code":503"#));
     let minutes = from.elapsed().as_secs() / 60;
     assert!((5..=6).contains(&minutes), "{:?}", from.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_who_look_as_one_user_cost_one_review_in_a_minute() {
+    let lab = Lab::new(1);
+    let (world, jane) = (lab.world(), Jane::new(&[1]));
+    world.put("shop", "a", "Running", 0);
+    let mut open = Vec::new();
+    for _ in 0..25 {
+        let mut events = Events::of(ask(&lab, &jane, "pods?agents=all&watch=1", "").await.unwrap());
+        events.synced().await;
+        open.push(events);
+        advance(Duration::from_secs(1)).await;
+    }
+    assert_eq!(*world.reviews.lock(), ["list pods ", "watch pods "]);
+    // All of them are asked about at the same time, and that is a minute after the first one.
+    tokio::time::sleep(Duration::from_secs(62 - 25)).await;
+    assert_eq!(world.reviews.lock().len(), 4);
+    // A no ends them all.
+    world.denied.lock().push("watch pods ".to_owned());
+    let from = Instant::now();
+    for events in &mut open {
+        assert!(events.next("ended").await.contains("watch pods in all namespaces"));
+    }
+    assert!(from.elapsed() < Duration::from_secs(61), "{:?}", from.elapsed());
+    assert_eq!(world.reviews.lock().len(), 6);
 }
 
 #[tokio::test(start_paused = true)]

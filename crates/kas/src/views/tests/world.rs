@@ -21,7 +21,7 @@ use process::lifecycle::Lifecycle;
 use prometheus_client::registry::Registry;
 use proto::kas::api::v1::{ViewAgent, ViewRow, ViewSynced, WatchViewRequest, watch_view_response::Event};
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use views::{Definitions, Resource};
 
 use super::super::{
@@ -229,7 +229,7 @@ impl Source for Arc<World> {
         cut.mark_unchanged();
         let seconds = parameter(target, "timeoutSeconds").unwrap().parse().unwrap();
         Ok(Box::new(Watch {
-            end: tokio::time::Instant::now() + Duration::from_secs(seconds),
+            end: Instant::now() + Duration::from_secs(seconds),
             world: Arc::clone(self),
             namespace: namespace_of(target).map(str::to_owned),
             from,
@@ -243,7 +243,7 @@ impl Source for Arc<World> {
 }
 
 struct Watch {
-    end: tokio::time::Instant,
+    end: Instant,
     world: Arc<World>,
     namespace: Option<String>,
     from: u64,
@@ -381,17 +381,17 @@ impl Rights for Played {
         Ok(agents)
     }
 
-    async fn may(&self, _: AgentId, _: &Resource, namespace: Option<&str>) -> Result<May, Status> {
+    async fn may(&self, _: AgentId, _: &Resource, namespace: Option<&str>) -> Result<(May, Instant), Status> {
         if self.silent.load(Ordering::SeqCst) {
             return Err(Status::new(Code::Unavailable, "nobody answers"));
         }
         let is_allowed =
             self.namespaces.lock().iter().any(|allowed| allowed.is_empty() || Some(&**allowed) == namespace);
-        Ok(if is_allowed {
-            May::Yes
-        } else {
-            May::No(format!("list pods in {}", namespace.unwrap_or("all")))
-        })
+        let may = match is_allowed {
+            true => May::Yes,
+            false => May::No(format!("list pods in {}", namespace.unwrap_or("all"))),
+        };
+        Ok((may, Instant::now()))
     }
 
     fn can_change(&self) -> bool {
