@@ -793,6 +793,7 @@ impl Kas {
                 endpoint,
                 callers: section.callers,
                 views: section.views.then(|| Arc::clone(&hub)),
+                clusters_url: section.clusters_url.clone(),
                 sync: Arc::clone(&sync),
             });
         }

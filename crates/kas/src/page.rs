@@ -1,8 +1,11 @@
 //! The status page on the observability listener: the replicas, their agents, and how requests for an agent
 //! are routed. It is read-only, and shows no more than `kasctl replicas`, `agents` and `why`.
 //!
-//! The browser gets four files, and then one stream of server-sent events. `feed` creates the events, only
+//! The browser gets some files, and then one stream of server-sent events. `feed` creates the events, only
 //! while the page has viewers. `shown` defines their content.
+//!
+//! The page with the trees of clusters ([`of_clusters`]) is another one, on the endpoint for kubectl: there its
+//! user gives it a credential, and it reads views as every client does.
 
 mod clusters;
 mod feed;
@@ -27,6 +30,7 @@ use http::{
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use ids::AgentId;
+use kubernetes_api::{OwnPage, PageFile};
 use net::admin::{Body, Site};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -39,13 +43,53 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
 
-/// The name below [`PATH`], the media type and the content of each file.
-const FILES: [(&str, &str, &str); 4] = [
-    ("", "text/html; charset=utf-8", include_str!("page/index.html")),
-    ("page.css", "text/css; charset=utf-8", include_str!("page/page.css")),
-    ("page.js", "text/javascript; charset=utf-8", include_str!("page/page.js")),
-    ("icon.svg", "image/svg+xml", include_str!("page/icon.svg")),
+const HTML: &str = "text/html; charset=utf-8";
+const SCRIPT: &str = "text/javascript; charset=utf-8";
+const STYLE: PageFile = PageFile {
+    name: "page.css",
+    content_type: "text/css; charset=utf-8",
+    content: include_str!("page/page.css"),
+};
+const ICON: PageFile =
+    PageFile { name: "icon.svg", content_type: "image/svg+xml", content: include_str!("page/icon.svg") };
+const COMMON: PageFile =
+    PageFile { name: "common.js", content_type: SCRIPT, content: include_str!("page/common.js") };
+
+/// The files below [`PATH`].
+const FILES: &[PageFile] = &[
+    PageFile { name: "", content_type: HTML, content: include_str!("page/index.html") },
+    PageFile { name: "page.js", content_type: SCRIPT, content: include_str!("page/page.js") },
+    COMMON,
+    STYLE,
+    ICON,
 ];
+
+/// The files of the page with the trees of clusters.
+const OF_CLUSTERS: &[PageFile] = &[
+    PageFile { name: "", content_type: HTML, content: include_str!("page/clusters.html") },
+    PageFile { name: "clusters.js", content_type: SCRIPT, content: include_str!("page/clusters.js") },
+    COMMON,
+    STYLE,
+    ICON,
+];
+
+/// Returns the headers of every answer of a page.
+fn headers() -> [(HeaderName, HeaderValue); 6] {
+    let of = HeaderValue::from_static;
+    [
+        (CONTENT_SECURITY_POLICY, of(POLICY)),
+        (X_CONTENT_TYPE_OPTIONS, of("nosniff")),
+        (REFERRER_POLICY, of("no-referrer")),
+        (CACHE_CONTROL, of("no-store")),
+        (HeaderName::from_static("cross-origin-resource-policy"), of("same-origin")),
+        (HeaderName::from_static("cross-origin-opener-policy"), of("same-origin")),
+    ]
+}
+
+/// Returns the page with the trees of clusters, for the endpoint for kubectl.
+pub(crate) fn of_clusters() -> OwnPage {
+    OwnPage { files: OF_CLUSTERS, headers: headers().into() }
+}
 
 /// The page.
 pub struct Page {
@@ -157,11 +201,11 @@ impl Page {
         if name == "events" {
             return self.events(request);
         }
-        match FILES.iter().find(|(file, ..)| *file == name) {
-            Some((_, kind, content)) => {
+        match FILES.iter().find(|file| file.name == name) {
+            Some(PageFile { content_type, content, .. }) => {
                 let mut response =
                     Response::new(Full::new(Bytes::from_static(content.as_bytes())).boxed_unsync());
-                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
                 response
             }
             None => text(StatusCode::NOT_FOUND, format!("the page is at {PATH}\n")),
@@ -196,17 +240,7 @@ impl Site for Page {
         } else {
             self.route(request, path.strip_prefix(PATH)?)
         };
-        let headers = response.headers_mut();
-        for (name, value) in [
-            (CONTENT_SECURITY_POLICY, POLICY),
-            (X_CONTENT_TYPE_OPTIONS, "nosniff"),
-            (REFERRER_POLICY, "no-referrer"),
-            (CACHE_CONTROL, "no-store"),
-            (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
-            (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
-        ] {
-            headers.insert(name, HeaderValue::from_static(value));
-        }
+        response.headers_mut().extend(headers());
         Some(response)
     }
 
@@ -266,6 +300,7 @@ mod tests {
             viewers: 1,
             callers: false,
             views: false,
+            clusters_url: None,
             hosts: vec!["kas.example.com".to_owned()],
         };
         Page::new(&config, Arc::new(PageMetrics::new(&mut Registry::default())))
@@ -339,17 +374,35 @@ mod tests {
     }
 
     #[test]
-    fn the_page_links_only_to_its_own_files() {
-        for (_, kind, content) in FILES {
-            let allowed = content.replace("http://www.w3.org/2000/svg", "");
-            assert!(!allowed.contains("://"), "{kind} refers to another site");
-        }
-        let html = FILES[0].2;
-        for attribute in ["src=\"", "href=\""] {
-            for (at, _) in html.match_indices(attribute) {
-                let name = html[at + attribute.len()..].split('"').next().unwrap();
-                assert!(name.starts_with('#') || FILES.iter().any(|(file, ..)| *file == name), "{name}");
+    fn the_pages_link_only_to_their_own_files_and_keep_and_draw_no_markup() {
+        for files in [FILES, OF_CLUSTERS] {
+            for PageFile { name, content, .. } in files {
+                let allowed = content.replace("http://www.w3.org/2000/svg", "");
+                assert!(!allowed.contains("://"), "{name} refers to another site");
+                for wrong in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
+                    assert!(!content.contains(wrong), "{name} has {wrong}");
+                }
+            }
+            let html = files[0].content;
+            for attribute in ["src=\"", "href=\""] {
+                for (at, _) in html.match_indices(attribute) {
+                    let name = html[at + attribute.len()..].split('"').next().unwrap();
+                    assert!(name.starts_with('#') || files.iter().any(|file| file.name == name), "{name}");
+                }
             }
         }
+        // The credential must not outlive the page.
+        let script = OF_CLUSTERS[1].content;
+        for wrong in ["localStorage", "sessionStorage", "indexedDB", "document.cookie", "console."] {
+            assert!(!script.contains(wrong), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_page_with_the_trees_has_the_same_policy() {
+        let page = of_clusters();
+        let of = |name: &str| page.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value);
+        assert_eq!(of("content-security-policy").unwrap(), POLICY);
+        assert!(POLICY.contains("frame-ancestors 'none'") && POLICY.contains("connect-src 'self'"));
     }
 }

@@ -102,13 +102,17 @@ impl AnswerHead {
     }
 }
 
+/// Forbids a browser to show an answer as a page of this host: it may come from a cluster.
+pub(crate) fn sandbox(headers: &mut HeaderMap) {
+    for (name, value) in SANDBOX {
+        headers.insert(name, value);
+    }
+}
+
 /// Adds what every answer of the endpoint has.
 pub(crate) fn complete(headers: &mut HeaderMap, id: HeaderValue, server: &HeaderValue) {
     headers.insert(HeaderName::from_static("x-request-id"), id);
     headers.insert(header::SERVER, server.clone());
-    for (name, value) in SANDBOX {
-        headers.insert(name, value);
-    }
     let is_private = headers.get_all(header::CACHE_CONTROL).iter().any(|value| {
         value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii).any(|directive| {
             [&b"private"[..], b"no-store"].iter().any(|name| directive.eq_ignore_ascii_case(name))

@@ -67,7 +67,7 @@ pub use self::{
     selection::{Prefix, agent_of_uri},
     serve::{
         DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
-        FleetRoute, NotReached, Owners, Reachable,
+        FleetRoute, NotReached, OwnPage, Owners, PageFile, Reachable,
     },
 };
 use self::{
@@ -94,6 +94,8 @@ pub struct Settings {
     pub failures: u32,
     /// How long a request waits for an agent that is connected, or was a short time ago.
     pub find_timeout: Duration,
+    /// The page at `/fleet/page/`; `None`: there is none.
+    pub page: Option<OwnPage>,
     /// The header `Server` of every answer.
     pub server: HeaderValue,
 }

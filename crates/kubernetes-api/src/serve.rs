@@ -3,6 +3,7 @@
 mod diff;
 mod direct;
 mod fleet;
+mod page;
 
 use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
@@ -63,6 +64,7 @@ pub use self::{
         Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute, NotReached,
         Reachable,
     },
+    page::{OwnPage, PageFile},
 };
 
 /// How long a request waits for an agent that is not connected, and was not a short time ago.
@@ -95,6 +97,8 @@ struct About {
     is_allowed: bool,
     /// It is a probe, which is neither counted nor recorded.
     is_probe: bool,
+    /// The answer is a file of kas itself, with a policy of its own for browsers.
+    is_page: bool,
     /// Its client reads an error as bytes, see [`is_read_raw`].
     is_read_raw: bool,
 }
@@ -137,6 +141,7 @@ impl KubernetesApi {
             network: peer.map(|peer| net::peers::network(peer.ip())),
             is_allowed: false,
             is_probe: false,
+            is_page: false,
             is_read_raw: false,
         };
         let served = self.request(&mut about, trust, parts, ClientBody::new(body, ends), stream).await;
@@ -157,6 +162,9 @@ impl KubernetesApi {
         }
         let headers = response.headers_mut();
         about.page.write_to(headers);
+        if !about.is_page {
+            head::sandbox(headers);
+        }
         head::complete(headers, about.id.to_value(), &self.settings.server);
         response
     }

@@ -10,7 +10,7 @@ use crate::Stage;
 
 /// Returns the texts with a lower contrast than WCAG 2.2 AA requires: 4.5, and 3 for large text. The
 /// background is that of the nearest element that has one.
-const CONTRAST: &str = r#"
+pub(crate) const CONTRAST: &str = r#"
 (() => {
   const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d', { willReadFrequently: true });
   const rgba = (color) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data]; };

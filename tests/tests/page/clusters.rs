@@ -94,7 +94,8 @@ async fn nothing_is_counted_unless_the_configuration_says_so() -> Result<()> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clusters_are_drawn_and_change_as_pods_come_and_go() -> Result<()> {
     let Some(mut browser) = Browser::start().await? else { return Ok(()) };
-    let stage = Stage::start(json!({ "enabled": true, "views": true })).await?;
+    let trees = "https://kas.example.com/fleet/page/";
+    let stage = Stage::start(json!({ "enabled": true, "views": true, "clusters_url": trees })).await?;
     browser.open(&format!("http://{}/page/", stage.kas.observability))?;
     browser.until(
         "the agent is a tile with its counts",
@@ -114,6 +115,8 @@ async fn clusters_are_drawn_and_change_as_pods_come_and_go() -> Result<()> {
     let tree = browser.eval("document.querySelector('#cluster').textContent")?;
     let tree = tree.as_str().context("a text")?;
     ensure!(tree.starts_with("Namespaces with such objects: ") && tree.contains("Running: "), "{tree}");
+    let link = browser.eval("document.querySelector('#clusters a').href")?;
+    ensure!(link == json!(format!("{trees}#agent-1")), "{link}");
     // A name is text, and an agent that is not connected says so.
     let shown = browser.eval(
         "takeFleet({ why: 'x', agents: [{ agent: '7', name: '<b>', state: 'absent', reason: '', counts: [] }] });

@@ -6,6 +6,7 @@ mod accessibility;
 mod browser;
 mod clusters;
 mod http;
+mod trees;
 
 use std::time::Duration;
 

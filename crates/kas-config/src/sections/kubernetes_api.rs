@@ -53,6 +53,8 @@ pub struct KubernetesApi {
     pub access: Vec<AccessRule>,
     /// Values of `Origin` that are allowed, as browsers send them.
     pub allowed_origins: Vec<String>,
+    /// Whether the page with the clusters is served at `/fleet/page/`.
+    pub page: bool,
     /// Response headers that are passed on in addition, none of which is dangerous.
     pub extra_allowed_response_headers: Vec<HeaderName>,
     /// How long a request may be open.
@@ -101,7 +103,7 @@ pub struct UsersFile {
     pub is_default: bool,
 }
 
-/// Section `agent.kubernetes_api.limits`. All numbers are for one replica.
+/// Section `agent.kubernetes_api.limits`. All numbers but the rate of a caller are for one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KubernetesLimits {
     /// Requests of one caller.
@@ -116,7 +118,8 @@ pub struct KubernetesLimits {
     pub idle_timeout: Duration,
 }
 
-/// Section `agent.kubernetes_api.limits.per_caller`. All numbers are for one replica.
+/// Section `agent.kubernetes_api.limits.per_caller`. Open requests are those of one replica, the rate is that of
+/// all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerCaller {
     /// Open requests.
@@ -227,6 +230,12 @@ fn section(s: &mut Section<'_, '_>, by_gitlab: bool, is_on: bool, state_dir: Opt
         oidc,
         access,
         allowed_origins: allowed_origins(s),
+        page: s.flag(
+            "page",
+            "Serve a page at /fleet/page/ that shows the clusters as trees: namespaces, workloads, pods and nodes, updated \
+             live. Everybody may load it, and it knows nothing: it asks for a credential, and shows what this \
+             credential may see.",
+        ),
         extra_allowed_response_headers: extra_headers(s),
         session_max: s.duration(
             "session_max",
@@ -307,7 +316,8 @@ fn per_caller(s: &mut Section<'_, '_>) -> PerCaller {
             "requests_per_second",
             0,
             1..=1_000_000,
-            "Requests that may begin in each second, on average. Absent or 0: as many as the caller likes.",
+            "Requests that may begin in each second, on average, at all replicas together. Absent or 0: as many as the \
+             caller likes.",
         ),
         burst: s.number_within(
             "burst",

@@ -164,6 +164,7 @@ fn a_complete_14_1_file_loads_and_warns_of_keys_without_effect() {
                 oidc: Vec::new(),
                 access: Vec::new(),
                 allowed_origins: Vec::new(),
+                page: false,
                 extra_allowed_response_headers: Vec::new(),
                 session_max: secs(12 * 3600),
                 limits: KubernetesLimits {

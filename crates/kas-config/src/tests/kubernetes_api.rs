@@ -100,7 +100,7 @@ allowed_agent_cache_error_ttl: 1s, users: {file: /u}, oidc: [{issuer: 'https://d
 username: 'corp:{email}', groups: 'corp:{groups}', ca_file: /ca}, {issuer: 'https://gitlab.example.com:8443/x',
 audiences: ['https://kas'], username: 'gl:{project_path}:{ref}', groups: ['gl:ci', 'gl:{namespace_path}'],
 require: {ref_protected: true, namespace_path: [acme, 'acme/**'], id: 7}}], session_max: 1h, allowed_origins: ['https://A.example.com:443',
-'http://[::1]:80', 'https://b:8443'], extra_allowed_response_headers: [X-Custom],
+'http://[::1]:80', 'https://b:8443'], page: true, extra_allowed_response_headers: [X-Custom],
 limits: {per_caller: {open: 1, upgrades: 2, requests_per_second: 7, burst: 8}, long_per_old_agent: 3, head_timeout: 4s, stall_timeout: 5s, idle_timeout: 6s},
 access: [{agents: 'project=3,name=prod-*', groups: ['kas:sre'], as: user},
 {agents: all, users: ['kas:robot-*'], as: {impersonate: {username: 'system:serviceaccount:a:b', groups: ['kas:ci'],
@@ -171,6 +171,7 @@ uid: u, extra: [{key: k.example/x, val: [v, w]}]}}}, {agents: id=7, users: ['*']
             },
         ],
         allowed_origins: vec!["https://a.example.com".into(), "http://[::1]".into(), "https://b:8443".into()],
+        page: true,
         extra_allowed_response_headers: vec![http::HeaderName::from_static("x-custom")],
         session_max: secs(3600),
         limits: KubernetesLimits {

@@ -151,13 +151,27 @@ fn the_page_is_served_if_enabled_and_no_other_path_is_below_it() {
     assert_eq!(page("{viewers: 7, hosts: [kas.example.com]}"), None);
     assert_eq!(
         page("{enabled: true}"),
-        Some(Page { viewers: 32, callers: false, views: false, hosts: Vec::new() })
+        Some(Page { viewers: 32, callers: false, views: false, clusters_url: None, hosts: Vec::new() })
     );
-    let named = Page { viewers: 7, callers: true, views: true, hosts: vec!["kas.example.com".to_owned()] };
-    assert_eq!(
-        page("{enabled: true, viewers: 7, callers: true, views: true, hosts: [kas.example.com]}"),
-        Some(named)
+    let url = "https://kas.example.com/fleet/page/";
+    let named = Page {
+        viewers: 7,
+        callers: true,
+        views: true,
+        clusters_url: Some(url.to_owned()),
+        hosts: vec!["kas.example.com".to_owned()],
+    };
+    let all = format!(
+        "{{enabled: true, viewers: 7, callers: true, views: true, clusters_url: '{url}', hosts: [kas.example.com]}}"
     );
+    assert_eq!(page(&all), Some(named));
+    for wrong in ["javascript:alert(1)", "kas.example.com", "https://a/?b", "https://a/#b", "https://u:p@a/"]
+    {
+        let problems =
+            problems(&format!("observability: {{page: {{enabled: true, clusters_url: '{wrong}'}}}}"));
+        assert!(problems.len() == 1 && problems[0].contains("clusters_url: found"), "{wrong}: {problems:?}");
+        assert!(!problems[0].contains("u:p"), "{problems:?}");
+    }
     let below = "prometheus: {url_path: /page/metrics}, readiness_probe: {url_path: /page}";
     assert_eq!(config(&format!("observability: {{{below}}}")).observability.readiness_path, "/page");
     assert_eq!(

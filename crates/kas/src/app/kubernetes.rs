@@ -271,6 +271,7 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
         },
         failures: config.limits.attempts.failures,
         find_timeout: config.limits.find_timeout,
+        page: section.page.then(crate::page::of_clusters),
         server: HeaderValue::try_from(server).unwrap_or(HeaderValue::from_static("gitlab-kas")),
     })
 }

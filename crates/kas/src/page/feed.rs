@@ -61,6 +61,8 @@ pub struct Source {
     pub callers: bool,
     /// Where the objects of clusters are counted; `None`: viewers do not see how many there are.
     pub views: Option<Arc<Hub>>,
+    /// Where the page with the trees of clusters is, for a link.
+    pub clusters_url: Option<String>,
     /// The manifest projects that this replica plans for.
     pub sync: Arc<SyncService>,
 }
@@ -234,7 +236,8 @@ async fn collect(source: Arc<Source>, updates: watch::Sender<Update>) {
             draining: *source.phase.borrow() != Phase::Serving,
             projects: source.sync.totals(),
         };
-        let overview = Overview::new(process::clock::wall(), &known, &own, &asked);
+        let clusters = source.clusters_url.as_deref();
+        let overview = Overview::new(process::clock::wall(), &known, &own, &asked, clusters);
         let overview = event("overview", &overview);
         events.set(event("events", &Events::new(&known)));
         of_endpoint.set(long(&source));

@@ -23,57 +23,6 @@ const state = {
   all: false,
 };
 
-const $ = (id) => document.getElementById(id);
-
-/** Makes an element; attributes that are null are left out. */
-function make(name, attributes = {}, ...children) {
-  return fill(document.createElement(name), attributes, children);
-}
-
-function draw(name, attributes = {}, ...children) {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
-}
-
-function fill(element, attributes, children) {
-  for (const [key, value] of Object.entries(attributes)) if (value !== null) element.setAttribute(key, value);
-  element.append(...children);
-  return element;
-}
-
-/** Replaces an element's children, unless they are the same: focus and selection stay. */
-function show(element, ...children) {
-  const next = document.createElement("div");
-  next.append(...children);
-  const same =
-    next.childNodes.length === element.childNodes.length &&
-    [...next.childNodes].every((child, n) => child.isEqualNode(element.childNodes[n]));
-  if (!same) keepFocus(element, () => element.replaceChildren(...next.childNodes));
-}
-
-/** Focus goes back to the link of the same name when what held it is made anew. */
-function keepFocus(element, change) {
-  const focused = element.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  change();
-  if (focused) for (const link of element.querySelectorAll("a")) if (link.getAttribute("href") === focused) return link.focus();
-}
-
-function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-const count = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
-const known = (n) => (n === null || n === undefined ? "–" : n.toLocaleString("en"));
-const rate = (n) => (n === null || n === undefined ? "–" : n < 10 ? n.toFixed(1) : Math.round(n).toLocaleString("en"));
-const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
-
-function ago(ms) {
-  const seconds = Math.max(0, Math.round(ms / 1000));
-  if (seconds < 60) return `${seconds} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
-  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h`;
-  return count(Math.floor(seconds / 86400), "day");
-}
-
 /** How a replica is, as colour, mark and words. */
 function health(replica) {
   const is = (kind, mark, words) => ({ kind, mark, words });
@@ -343,16 +292,6 @@ function showAgents() {
 
 // Clusters.
 
-/** How the rows of an agent are, as colour, mark and words. */
-const ROWS_ARE = {
-  live: ["well", "✓", "live"],
-  listing: ["doubt", "…", "is being read"],
-  stale: ["doubt", "?", "numbers of before"],
-  forbidden: ["doubt", "!", "agentk may not read this"],
-  absent: ["lost", "✕", "not connected"],
-};
-const rowsAre = (state) => ROWS_ARE[state] ?? ["doubt", "?", state];
-
 function takeFleet({ why, agents }) {
   $("fleet-panel").hidden = false;
   const notes = [];
@@ -434,6 +373,10 @@ function takeLong(long) {
 function showWhy() {
   const why = state.why;
   const id = agentOfPage();
+  const clusters = state.overview?.clusters ?? null;
+  $("clusters").hidden = clusters === null;
+  // Its scheme is http or https: the configuration has nothing else.
+  if (clusters !== null) $("clusters").firstElementChild.href = `${clusters}#agent-${id}`;
   if (!why || why.agent !== id) {
     say($("verdict"), "Asking every replica…");
     show($("route"));
@@ -505,16 +448,6 @@ let source = null;
 let heard = 0;
 let again = 0;
 
-function agentOfPage() {
-  const id = /^#agent-(\d{1,19})$/.exec(location.hash);
-  return id ? id[1] : null; // a text: it may be larger than a number of JavaScript
-}
-
-function link(kind, text) {
-  $("link").dataset.link = kind;
-  say($("link"), text);
-}
-
 function connect() {
   clearTimeout(again);
   const before = source;
@@ -577,30 +510,6 @@ setInterval(() => {
 
 // What people do.
 
-function theme(next) {
-  if (next === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
-  say($("theme"), `Theme: ${next}`);
-}
-
-function remembered() {
-  try {
-    return localStorage.getItem("kas-theme");
-  } catch {
-    return null; // storage is off: the choice lasts as long as the page
-  }
-}
-
-$("theme").addEventListener("click", () => {
-  const themes = ["auto", "dark", "light"];
-  const next = themes[(themes.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % themes.length];
-  theme(next);
-  try {
-    localStorage.setItem("kas-theme", next);
-  } catch {
-    // as above
-  }
-});
 $("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const wanted = $("filter").value.trim();
@@ -614,13 +523,7 @@ $("more").addEventListener("click", () => {
   state.all = true;
   showAgents();
 });
-document.querySelector(".skip").addEventListener("click", (event) => {
-  // The hash says which page is shown.
-  event.preventDefault();
-  $("content").focus();
-});
 addEventListener("hashchange", go);
 addEventListener("resize", () => state.overview && showMap(state.overview.replicas));
 document.addEventListener("visibilitychange", connect);
-theme(["dark", "light"].includes(remembered()) ? remembered() : "auto");
 go();

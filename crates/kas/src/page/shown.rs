@@ -36,6 +36,8 @@ pub(super) struct Overview<'a> {
     alarms: &'a [String],
     /// The manifest projects that this replica plans for; `null`: none.
     manifests: Option<ManifestsShown>,
+    /// Where the page with the trees of clusters is; `null`: there is no link.
+    clusters: Option<&'a str>,
 }
 
 #[derive(Serialize)]
@@ -160,7 +162,13 @@ pub(super) struct Asked {
 }
 
 impl<'a> Overview<'a> {
-    pub(super) fn new(at: Duration, known: &'a Replicas, own: &Own, asked: &'a Asked) -> Self {
+    pub(super) fn new(
+        at: Duration,
+        known: &'a Replicas,
+        own: &Own,
+        asked: &'a Asked,
+        clusters: Option<&'a str>,
+    ) -> Self {
         let replica = |status: &'a cluster::ReplicaStatus| {
             let is_own = status.heard.is_none();
             // The report of a lost replica is outdated.
@@ -204,6 +212,7 @@ impl<'a> Overview<'a> {
                 let [projects, degraded, failed, to_prune] = own.projects;
                 (projects > 0).then_some(ManifestsShown { projects, degraded, failed, to_prune })
             },
+            clusters,
         }
     }
 }

@@ -23,7 +23,7 @@ use observe::audit::Rule;
 
 pub use self::routes::FleetRoute;
 use self::routes::{Auth, Route, Serves};
-use super::{About, of_kas};
+use super::{About, of_kas, page::nothing};
 use crate::{
     ClientStream, KubernetesApi, ListedAgent,
     ended_by::EndedBy,
@@ -225,9 +225,15 @@ impl KubernetesApi {
     {
         let (method, headers) = (&asked.parts.method, &asked.parts.headers);
         let path = asked.path.split('?').next().unwrap_or_default();
-        let Some((route, places)) = Route::find(path) else {
-            return Err(Failure::refused(Rule::Form, StatusCode::NOT_FOUND, "there is nothing at this path"));
-        };
+        let (route, places) = Route::find(path).ok_or_else(nothing)?;
+        if route.serves == Serves::Page {
+            // Whoever links to it, and whatever a browser adds to the request.
+            let page = self.settings.page.as_ref().ok_or_else(nothing)?;
+            check_method(route, method)?;
+            let response = page.answer(method, places.first().map(String::as_str))?;
+            (about.is_probe, about.is_page) = (true, true);
+            return Ok(response);
+        }
         about.page = self.settings.origins.judge(headers, visit)?;
         if is_preflight(method, headers)
             && let Some(response) = about.page.preflight(method, headers)
@@ -235,17 +241,7 @@ impl KubernetesApi {
             about.is_probe = true;
             return Ok(response);
         }
-        if !route.methods.contains(&method.as_str()) {
-            let failure = Failure::refused(
-                Rule::Form,
-                StatusCode::METHOD_NOT_ALLOWED,
-                format!("{method} is not served here"),
-            );
-            return Err(match HeaderValue::try_from(route.allow()) {
-                Ok(allow) => failure.with_header(header::ALLOW, allow),
-                Err(_) => failure,
-            });
-        }
+        check_method(route, method)?;
         if headers.keys().any(|name| is_impersonation(name.as_str())) {
             return Err(Failure::malformed("Impersonate-* headers are not allowed below /fleet/"));
         }
@@ -254,6 +250,7 @@ impl KubernetesApi {
         about.record.endpoint(|fields| fields.kind = Some(kind.as_str()));
         match (route.serves, route.auth) {
             (Serves::Diff, _) => self.diff(about, trust, asked).await,
+            (Serves::Page, _) | (_, Auth::Everybody) => Err(nothing()),
             (Serves::Fleet(to), Auth::AgentOfPath | Auth::AgentOfQuery) => {
                 self.of_agent(about, trust, asked, Found { to, route, places }).await
             }
@@ -279,7 +276,7 @@ impl KubernetesApi {
         let target = target(path)?;
         let by_path = match found.route.auth {
             Auth::AgentOfPath => Some(number(found.places.first().map_or("", String::as_str))?),
-            Auth::AgentOfQuery | Auth::EachAgent => {
+            Auth::AgentOfQuery | Auth::EachAgent | Auth::Everybody => {
                 target.parameter("agent").map(|agent| number(&agent)).transpose()?
             }
         };
@@ -399,6 +396,19 @@ struct Found {
     to: FleetRoute,
     route: &'static Route,
     places: Vec<String>,
+}
+
+/// Refuses a method that a route has not.
+fn check_method(route: &Route, method: &http::Method) -> Result<(), Failure> {
+    if route.methods.contains(&method.as_str()) {
+        return Ok(());
+    }
+    let text = format!("{method} is not served here");
+    let failure = Failure::refused(Rule::Form, StatusCode::METHOD_NOT_ALLOWED, text);
+    Err(match HeaderValue::try_from(route.allow()) {
+        Ok(allow) => failure.with_header(header::ALLOW, allow),
+        Err(_) => failure,
+    })
 }
 
 /// Returns how long the answer lasts: a view that is watched has no end.

@@ -30,8 +30,9 @@ async fn every_route_has_its_class_of_callers() {
     for route in ROUTES {
         for method in route.methods {
             for token in [None, Some(unknown), Some("rubbish")] {
-                let answer = send(&lab, request(route, method, token)).await;
-                assert_eq!(answer.status(), 401, "{method} {} {token:?}", route.pattern);
+                let status = send(&lab, request(route, method, token)).await.status().as_u16();
+                let expected: &[u16] = if route.auth == Auth::Everybody { &[200, 308, 404] } else { &[401] };
+                assert!(expected.contains(&status), "{method} {} {token:?}: {status}", route.pattern);
             }
             // A new class needs its own line here.
             match route.auth {
@@ -40,6 +41,8 @@ async fn every_route_has_its_class_of_callers() {
                     assert_eq!(answer.status(), 403, "{method} {}", route.pattern);
                 }
                 Auth::EachAgent if *method == "HEAD" => {}
+                // Nobody is asked about anything: see the next test.
+                Auth::Everybody => {}
                 Auth::EachAgent => {
                     let seen = json(send(&lab, request(route, method, Some(NOBODY))).await).await;
                     assert_eq!(seen["users"], serde_json::json!({}), "{method} {}", route.pattern);
@@ -51,11 +54,63 @@ async fn every_route_has_its_class_of_callers() {
             assert_eq!(refused.status(), 405);
             assert_eq!(refused.headers()["allow"], &*route.allow());
         }
+        if route.auth == Auth::Everybody {
+            continue;
+        }
         let mut impersonating = request(route, route.methods[0], Some(TOKEN));
         impersonating.headers_mut().insert("impersonate-user", "admin".parse().unwrap());
         failure(send(&lab, impersonating).await, 400, "BadRequest", None).await;
     }
     assert!(lab.received.lock().is_empty());
+}
+
+#[tokio::test]
+async fn the_page_is_the_same_for_everybody_and_only_its_files_have_a_policy_of_their_own() {
+    let lab = Lab::start(Setup::default(), describing()).await;
+    let get = |path: &str, headers: &[(&str, &str)]| {
+        let mut request = Request::get(path).header("host", "kas");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        request.body(Full::<Bytes>::default()).unwrap()
+    };
+    let cookie = format!("_gitlab_kas={COOKIE}");
+    let visits: [&[(&str, &str)]; 3] = [
+        &[],
+        // By a link of another site, in a browser with a session.
+        &[("cookie", &cookie), ("sec-fetch-site", "cross-site")],
+        &[("authorization", "Bearer kasu_x"), ("origin", "https://evil.example")],
+    ];
+    for headers in visits {
+        let page = send(&lab, get("/fleet/page/", headers)).await;
+        assert_eq!(
+            (page.status().as_u16(), &page.headers()["cache-control"]),
+            (200, &"private, no-store".parse().unwrap())
+        );
+        assert_eq!(page.headers()["content-security-policy"], "script-src 'self'");
+        assert!(page.headers().get("access-control-allow-origin").is_none());
+        let script = send(&lab, get("/fleet/page/a.js", headers)).await;
+        assert_eq!(script.headers()["content-type"], "text/javascript");
+    }
+    let moved = send(&lab, get("/fleet/page", &[])).await;
+    assert_eq!((moved.status().as_u16(), &moved.headers()["location"]), (308, &"page/".parse().unwrap()));
+    // What comes from a cluster, and every error, is no page.
+    for (path, headers, status) in [
+        ("/fleet/page/b.js", &[][..], 404),
+        ("/fleet/page/../page/", &[], 404),
+        ("/fleet/views/pods", &[], 401),
+        ("/agents/7/api/v1/pods", &[("authorization", "Bearer kasu_x")], 401),
+    ] {
+        let answer = send(&lab, get(path, headers)).await;
+        assert_eq!(answer.status().as_u16(), status, "{path}");
+        assert_eq!(answer.headers()["content-security-policy"], "sandbox; default-src 'none'", "{path}");
+    }
+    assert!(lab.allowed.lock().is_empty() && lab.received.lock().is_empty());
+
+    let without = Lab::start(Setup { has_page: false, ..Setup::default() }, describing()).await;
+    for path in ["/fleet/page", "/fleet/page/", "/fleet/page/a.js"] {
+        assert_eq!(send(&without, get(path, &[])).await.status(), 404, "{path}");
+    }
 }
 
 #[tokio::test]

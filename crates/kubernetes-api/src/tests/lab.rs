@@ -54,7 +54,7 @@ use tunnel::{
 
 use crate::{
     DiffQuestion, Diffs, Directory, Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal, HeadLimits,
-    KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins, Parts, Prefix, Settings,
+    KubernetesApi, ListedAgent, Metrics, OpenLimits, Origins, OwnPage, PageFile, Parts, Prefix, Settings,
 };
 
 /// The timeout for what should happen soon.
@@ -90,6 +90,8 @@ pub(super) struct Setup {
     pub(super) upgrade_grace: Duration,
     /// Whether the store that knows where agents are is away.
     pub(super) is_tracker_away: bool,
+    /// Whether there is a page of kas.
+    pub(super) has_page: bool,
 }
 
 impl Default for Setup {
@@ -102,7 +104,18 @@ impl Default for Setup {
             prefix: "/",
             upgrade_grace: Duration::from_millis(300),
             is_tracker_away: false,
+            has_page: true,
         }
+    }
+}
+
+fn page() -> OwnPage {
+    OwnPage {
+        files: &[
+            PageFile { name: "", content_type: "text/html; charset=utf-8", content: "<!doctype html>" },
+            PageFile { name: "a.js", content_type: "text/javascript", content: "1" },
+        ],
+        headers: vec![(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static("script-src 'self'"))],
     }
 }
 
@@ -354,6 +367,7 @@ impl Lab {
                 open: setup.open,
                 failures: 20,
                 find_timeout: Duration::from_millis(300),
+                page: setup.has_page.then(page),
                 server: HeaderValue::from_static("gitlab-kas/v/c"),
             },
             authorizer: Authorizer::new(Arc::clone(&users) as _, Access::default(), Arc::new(AllAgents)),

@@ -134,6 +134,9 @@ agent:
     {{- with .Values.kubernetesApi.access }}
     access: {{ . | toJson }}
     {{- end }}
+    {{- if .Values.kubernetesApi.page }}
+    page: true
+    {{- end }}
   {{- end }}
 api:
   listen:
@@ -217,6 +220,9 @@ observability:
     enabled: true
     callers: {{ .Values.page.callers }}
     views: {{ .Values.page.views }}
+    {{- with .Values.page.clustersUrl }}
+    clusters_url: {{ . | quote }}
+    {{- end }}
     hosts: {{ .Values.page.hosts | toJson }}
   {{- end }}
 identity:
@@ -344,8 +350,8 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if and .users .existingSecret -}}
 {{- fail "kubernetesApi.users and kubernetesApi.existingSecret are both set: use one of them" -}}
 {{- end -}}
-{{- if and (not .enabled) (or .users .existingSecret .oidc .clientCaConfigMap .clientCrlConfigMap .access .ingress.enabled) -}}
-{{- fail "kubernetesApi.users, existingSecret, oidc, clientCaConfigMap, clientCrlConfigMap, access and ingress have no effect without kubernetesApi.enabled" -}}
+{{- if and (not .enabled) (or .users .existingSecret .oidc .clientCaConfigMap .clientCrlConfigMap .access .page .ingress.enabled) -}}
+{{- fail "kubernetesApi.users, existingSecret, oidc, clientCaConfigMap, clientCrlConfigMap, access, page and ingress have no effect without kubernetesApi.enabled" -}}
 {{- end -}}
 {{- if and .clientCaConfigMap (not $.Values.tls.kubernetesApi.existingSecret) -}}
 {{- fail "kubernetesApi.clientCaConfigMap needs tls.kubernetesApi.existingSecret: clients present certificates to kas in TLS only" -}}

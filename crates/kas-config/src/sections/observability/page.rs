@@ -1,6 +1,9 @@
 //! Section `observability.page`.
 
+use http::Uri;
 use settings::walk::Section;
+
+use crate::sections::origin::origin_of;
 
 /// The path of the page; no other path of the observability listener may be below it.
 pub const PAGE_PATH: &str = "/page/";
@@ -16,6 +19,8 @@ pub struct Page {
     pub callers: bool,
     /// Whether it shows how many objects the clusters of agents have.
     pub views: bool,
+    /// Where browsers reach the page with the trees of clusters, for a link; `None`: there is no link.
+    pub clusters_url: Option<String>,
     /// Host names of this replica in URLs, besides those that no other site can have.
     pub hosts: Vec<String>,
 }
@@ -56,7 +61,27 @@ pub(super) fn page(s: &mut Section<'_, '_>) -> Option<Page> {
         if hosts.iter().any(|host| host.is_empty() || host.contains(['/', ':', '*'])) {
             s.refuse("hosts", "names without scheme, port, path and wildcard, such as kas.example.com");
         }
-        Page { viewers, callers, views, hosts }
+        Page { viewers, callers, views, clusters_url: clusters_url(s), hosts }
     });
     enabled.then_some(page)
+}
+
+fn clusters_url(s: &mut Section<'_, '_>) -> Option<String> {
+    const KEY: &str = "clusters_url";
+    let doc = "Where browsers reach the page of agent.kubernetes_api.page, such as \
+               https://kas.example.com/fleet/page/. The page of an agent then has a link to the tree of its cluster, \
+               which asks for a credential.";
+    let text = s.optional_text(KEY, "", doc)?;
+    let is_url = |url: &Uri| origin_of(url).is_some() && url.query().is_none();
+    if !text.contains('#') && text.parse::<Uri>().is_ok_and(|url| is_url(&url)) {
+        return Some(text);
+    }
+    // The URL may contain a password.
+    let expected =
+        "an http or https URL without a user and a query, such as https://kas.example.com/fleet/page/";
+    match text.contains('@') {
+        true => s.refuse_as(KEY, "something with an `@` (not shown)", expected),
+        false => s.refuse(KEY, expected),
+    }
+    None
 }

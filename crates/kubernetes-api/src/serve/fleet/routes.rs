@@ -16,7 +16,7 @@ pub(crate) struct Route {
     pub(crate) serves: Serves,
 }
 
-/// Who may ask for a path. There is no class for everybody.
+/// Who may ask for a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Auth {
     /// Who may use the agent that query, host or credential name.
@@ -26,6 +26,8 @@ pub(crate) enum Auth {
     /// Any valid credential. The answer concerns only the agents that it may use, and each of them
     /// is asked as whom the rules say.
     EachAgent,
+    /// Everybody: the same bytes for all, which are in the program. Only for [`Serves::Page`].
+    Everybody,
 }
 
 /// Who answers.
@@ -33,6 +35,8 @@ pub(crate) enum Auth {
 pub(crate) enum Serves {
     /// This crate.
     Diff,
+    /// This crate: the files of [`OwnPage`](crate::OwnPage).
+    Page,
     /// [`Fleet`](super::Fleet).
     Fleet(FleetRoute),
 }
@@ -105,6 +109,20 @@ pub(crate) const ROUTES: &[Route] = &[
         most_body: 0,
         serves: Serves::Fleet(FleetRoute::Applications),
     },
+    Route {
+        pattern: "/fleet/page",
+        methods: READ,
+        auth: Auth::Everybody,
+        most_body: 0,
+        serves: Serves::Page,
+    },
+    Route {
+        pattern: "/fleet/page/{*}",
+        methods: READ,
+        auth: Auth::Everybody,
+        most_body: 0,
+        serves: Serves::Page,
+    },
 ];
 
 impl Route {
@@ -169,6 +187,9 @@ mod tests {
             ("/fleet/views/pods", Some((Serves::Fleet(FleetRoute::View), "pods"))),
             ("/fleet/views/", Some((Serves::Fleet(FleetRoute::View), ""))),
             ("/fleet/views/pods/x", None),
+            ("/fleet/page", Some((Serves::Page, ""))),
+            ("/fleet/page/", Some((Serves::Page, ""))),
+            ("/fleet/page/a/b", Some((Serves::Page, "a/b"))),
         ] {
             let expected = expected.map(|(serves, found)| (serves, found.to_owned()));
             assert_eq!(find(path), expected, "{path}");
@@ -182,6 +203,7 @@ mod tests {
             assert!(!ROUTES[..n].iter().any(|other| other.pattern == route.pattern), "{route:?}");
             let has_agent = route.pattern.contains("{id}");
             assert_eq!(has_agent, route.auth == Auth::AgentOfPath, "{route:?}");
+            assert_eq!(route.auth == Auth::Everybody, route.serves == Serves::Page, "{route:?}");
         }
     }
 }
