@@ -585,6 +585,7 @@ impl Kas {
             files: Arc::clone(&files),
             rules: fleet::rules(&config.components)
                 .map_err(|(index, why)| StartError::Components { index, why })?,
+            metrics: Arc::clone(&fleet_metrics),
         });
         let hub = Hub::new(HubParts {
             settings: HubSettings {

@@ -16,8 +16,10 @@ use ::fleet::{
 };
 use cluster_call::{Budget, Cluster, ClusterSettings};
 use ids::{Actor, AgentId, Impersonation};
+use kubernetes_api::NotReached;
 use observe::Observer;
 use routing::router::Router;
+use tokio::time::Instant;
 
 pub(crate) use self::answer::AgentCatalog;
 use self::{
@@ -27,11 +29,13 @@ use self::{
 use super::{
     callers::Callers,
     fan_out::{Times, fan_out},
+    metrics::{self, FleetMetrics},
     select::{self, SelectError, Want, Who},
 };
 use crate::{
     agent_files::{AgentFile, AgentFiles},
     directory::AgentDirectory,
+    joined::{self, Joined},
 };
 
 /// How long one request may take.
@@ -59,6 +63,15 @@ const MOST_KEPT: usize = 64 << 20;
 pub(crate) enum Wanted {
     Components,
     Applications,
+}
+
+impl From<Wanted> for metrics::Asked {
+    fn from(wanted: Wanted) -> Self {
+        match wanted {
+            Wanted::Components => Self::Components,
+            Wanted::Applications => Self::Applications,
+        }
+    }
 }
 
 /// The agent that is read, and as whom.
@@ -132,13 +145,19 @@ pub(crate) struct CatalogParts {
     pub(crate) directory: Arc<AgentDirectory>,
     pub(crate) files: Arc<AgentFiles>,
     pub(crate) rules: Rules,
+    pub(crate) metrics: Arc<FleetMetrics>,
 }
+
+/// What is read at the moment, for all who ask for it.
+type Reading<V> = Joined<Key, Result<Arc<V>, String>>;
 
 /// Reads what runs in clusters.
 pub struct Catalog {
     parts: CatalogParts,
     components: Kept<Key, Known>,
     applications: Kept<Key, Installed>,
+    reading_components: Reading<Known>,
+    reading_applications: Reading<Installed>,
     memory: Arc<Budget>,
     callers: Arc<Callers>,
 }
@@ -217,6 +236,8 @@ impl Catalog {
             parts,
             components: Kept::new(MOST_KEPT),
             applications: Kept::new(MOST_KEPT),
+            reading_components: Joined::new(),
+            reading_applications: Joined::new(),
             memory,
             callers: Callers::new(PER_CALLER),
         })
@@ -229,7 +250,30 @@ impl Catalog {
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(crate) async fn ask(&self, question: CatalogQuestion) -> Result<CatalogAnswer, CatalogError> {
+    pub(crate) async fn ask(
+        self: &Arc<Self>,
+        question: CatalogQuestion,
+    ) -> Result<CatalogAnswer, CatalogError> {
+        let (begun, asked) = (Instant::now(), question.wanted.into());
+        let answer = self.answer_of(question).await;
+        let outcome = match &answer {
+            Ok(answer) if answer.unanswered.is_empty() => metrics::Outcome::Answered,
+            Ok(answer) if answer.agents.is_empty() => metrics::Outcome::Failed,
+            Ok(_) => metrics::Outcome::Partial,
+            Err(CatalogError::Select(SelectError::NotReached(NotReached::Unavailable(_)))) => {
+                metrics::Outcome::Failed
+            }
+            Err(_) => metrics::Outcome::Refused,
+        };
+        let metrics = &self.parts.metrics;
+        metrics.question(asked, outcome, begun.elapsed().as_secs_f64());
+        if let Ok(answer) = &answer {
+            metrics.agents(answer.agents.len(), answer.unanswered.len());
+        }
+        answer
+    }
+
+    async fn answer_of(self: &Arc<Self>, question: CatalogQuestion) -> Result<CatalogAnswer, CatalogError> {
         let CatalogQuestion { wanted, selector, namespaces, who, caller, actor } = question;
         let _open = self.callers.open(&caller).ok_or(CatalogError::TooManyOpen)?;
         let want = Want { files: false, most: MOST_AGENTS };
@@ -289,7 +333,7 @@ impl Catalog {
     /// # Cancel safety
     /// Cancel safe.
     pub(super) async fn prometheus(
-        &self,
+        self: &Arc<Self>,
         agent: AgentId,
         actor: Arc<Actor>,
         run_as: Option<Arc<Impersonation>>,
@@ -313,32 +357,60 @@ impl Catalog {
         })
     }
 
-    async fn components(&self, asked: &Asked) -> Result<Arc<Known>, String> {
+    /// Returns what is kept of a cluster, or what others are reading, or reads it.
+    async fn components(self: &Arc<Self>, asked: &Asked) -> Result<Arc<Known>, String> {
         let key = Key { helm: false, ..asked.key() };
-        if let Some(known) = self.components.get(&key) {
-            return Ok(known);
-        }
-        let known = Arc::new(self.reader(asked).known(&self.parts.rules).await?);
-        self.components.put(key, Arc::clone(&known));
-        Ok(known)
+        let (catalog, asked, of) = (Arc::clone(self), asked.clone(), key.clone());
+        let read = async move {
+            let known = Arc::new(catalog.reader(&asked).known(&catalog.parts.rules).await?);
+            catalog.components.put(of, Arc::clone(&known));
+            Ok(known)
+        };
+        self.known(Wanted::Components, &self.components, &self.reading_components, key, read).await
     }
 
-    async fn applications(&self, asked: &Asked) -> Result<Arc<Installed>, String> {
+    /// As [`components`](Self::components).
+    async fn applications(self: &Arc<Self>, asked: &Asked) -> Result<Arc<Installed>, String> {
         let key = asked.key();
-        if let Some(installed) = self.applications.get(&key) {
-            return Ok(installed);
+        let (catalog, asked, of) = (Arc::clone(self), asked.clone(), key.clone());
+        let read = async move {
+            let known = catalog.components(&asked).await?;
+            let (mut told, mut missing) = catalog.reader(&asked).told(&known.groups, asked.helm).await?;
+            told.extend(known.labelled.iter().cloned());
+            missing.extend(known.missing.iter().cloned());
+            let (applications, is_cut) = applications::merge(told);
+            if is_cut {
+                missing.push(format!("there are more than {} applications", applications::MOST_APPLICATIONS));
+            }
+            let installed = Arc::new(Installed { applications, missing });
+            catalog.applications.put(of, Arc::clone(&installed));
+            Ok(installed)
+        };
+        self.known(Wanted::Applications, &self.applications, &self.reading_applications, key, read).await
+    }
+
+    async fn known<V: Weigh + Send + Sync + 'static>(
+        &self,
+        wanted: Wanted,
+        kept: &Kept<Key, V>,
+        reading: &Reading<V>,
+        key: Key,
+        read: impl Future<Output = Result<Arc<V>, String>> + Send + 'static,
+    ) -> Result<Arc<V>, String> {
+        let metrics = &self.parts.metrics;
+        if let Some(known) = kept.get(&key) {
+            metrics.read(wanted.into(), metrics::Found::Kept);
+            return Ok(known);
         }
-        let known = self.components(asked).await?;
-        let (mut told, mut missing) = self.reader(asked).told(&known.groups, asked.helm).await?;
-        told.extend(known.labelled.iter().cloned());
-        missing.extend(known.missing.iter().cloned());
-        let (applications, is_cut) = applications::merge(told);
-        if is_cut {
-            missing.push(format!("there are more than {} applications", applications::MOST_APPLICATIONS));
-        }
-        let installed = Arc::new(Installed { applications, missing });
-        self.applications.put(key, Arc::clone(&installed));
-        Ok(installed)
+        let joined::Outcome { value, is_joined } = reading.get(key, read).await;
+        let outcome = match &value {
+            _ if is_joined => metrics::Found::Joined,
+            Ok(_) => metrics::Found::Read,
+            Err(_) => metrics::Found::Failed,
+        };
+        metrics.read(wanted.into(), outcome);
+        metrics.kept(self.components.bytes() + self.applications.bytes());
+        value
     }
 
     fn reader<'a>(&self, asked: &'a Asked) -> Reader<'a> {

@@ -12,8 +12,34 @@ const SECONDS: [f64; 10] = [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 /// What was asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Asked {
+    /// The Prometheus of one agent.
     Agent,
+    /// Those of many.
     Fleet,
+    Components,
+    Applications,
+}
+
+impl Asked {
+    const ALL: [Self; 4] = [Self::Agent, Self::Fleet, Self::Components, Self::Applications];
+}
+
+/// How the components or applications of one cluster became known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub(super) enum Found {
+    /// They were read.
+    Read,
+    /// They were read in the last minutes.
+    Kept,
+    /// Another question was reading them.
+    Joined,
+    Failed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReadLabels {
+    asked: Asked,
+    outcome: Found,
 }
 
 /// How a question ended.
@@ -56,6 +82,8 @@ pub struct FleetMetrics {
     seconds: Family<AskedLabel, Histogram>,
     agents: Family<ToldLabel, Counter>,
     held: Gauge,
+    reads: Family<ReadLabels, Counter>,
+    kept: Gauge,
 }
 
 impl FleetMetrics {
@@ -66,16 +94,18 @@ impl FleetMetrics {
             seconds: Family::new_with_constructor(|| Histogram::new(SECONDS)),
             agents: Family::default(),
             held: Gauge::default(),
+            reads: Family::default(),
+            kept: Gauge::default(),
         };
         let registry = registry.sub_registry_with_prefix("kas");
         registry.register(
             "fleet_questions",
-            "Questions to Prometheus below /fleet/, by what is asked and how they ended",
+            "Questions to Prometheus and for components and applications, by what is asked and how they ended",
             metrics.questions.clone(),
         );
         registry.register_with_unit(
             "fleet_question",
-            "Time of a question to Prometheus below /fleet/, by what is asked",
+            "Time of such a question, by what is asked",
             Unit::Seconds,
             metrics.seconds.clone(),
         );
@@ -90,7 +120,18 @@ impl FleetMetrics {
             Unit::Bytes,
             metrics.held.clone(),
         );
-        for asked in [Asked::Agent, Asked::Fleet] {
+        registry.register(
+            "fleet_reads",
+            "Clusters whose components or applications were asked for, by whether they were read for that",
+            metrics.reads.clone(),
+        );
+        registry.register_with_unit(
+            "fleet_kept",
+            "Components and applications of clusters that are kept for further questions",
+            Unit::Bytes,
+            metrics.kept.clone(),
+        );
+        for asked in Asked::ALL {
             // Writing an idle family makes its series exist.
             drop(metrics.seconds.get_or_create(&AskedLabel { asked }));
             metrics.questions.get_or_create(&QuestionLabels { asked, outcome: Outcome::Answered }).inc_by(0);
@@ -104,6 +145,14 @@ impl FleetMetrics {
     pub(super) fn question(&self, asked: Asked, outcome: Outcome, seconds: f64) {
         self.questions.get_or_create(&QuestionLabels { asked, outcome }).inc();
         self.seconds.get_or_create(&AskedLabel { asked }).observe(seconds);
+    }
+
+    pub(super) fn read(&self, asked: Asked, outcome: Found) {
+        self.reads.get_or_create(&ReadLabels { asked, outcome }).inc();
+    }
+
+    pub(super) fn kept(&self, bytes: usize) {
+        self.kept.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
     pub(super) fn held(&self, bytes: usize) {

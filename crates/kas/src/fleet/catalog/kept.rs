@@ -47,6 +47,11 @@ impl<K: Hash + Eq, V: Weigh> Kept<K, V> {
         None
     }
 
+    /// Returns how many bytes all of them take, about.
+    pub(super) fn bytes(&self) -> usize {
+        self.inner.lock().weight
+    }
+
     /// Keeps a value, unless it is larger than all may be together.
     pub(super) fn put(&self, key: K, value: Arc<V>) {
         let weight = value.weigh();

@@ -23,7 +23,7 @@ const MOST_NAMESPACES: usize = 32;
 impl Catalog {
     /// Answers `/fleet/components/{selector}` and `/fleet/applications/{selector}`.
     pub(in crate::fleet) async fn answer(
-        &self,
+        self: &Arc<Self>,
         wanted: Wanted,
         question: FleetQuestion,
     ) -> Result<FleetAnswer, FleetRefusal> {
@@ -69,7 +69,7 @@ impl Catalog {
     /// # Errors
     /// `INVALID_ARGUMENT`, `RESOURCE_EXHAUSTED`, `UNAVAILABLE`.
     pub(crate) async fn list_components(
-        &self,
+        self: &Arc<Self>,
         request: ListComponentsRequest,
         caller: &str,
         actor: Arc<Actor>,
@@ -84,7 +84,7 @@ impl Catalog {
     /// # Errors
     /// As of [`list_components`](Self::list_components).
     pub(crate) async fn list_applications(
-        &self,
+        self: &Arc<Self>,
         request: ListApplicationsRequest,
         caller: &str,
         actor: Arc<Actor>,
@@ -95,7 +95,7 @@ impl Catalog {
     }
 
     async fn of_api(
-        &self,
+        self: &Arc<Self>,
         wanted: Wanted,
         agents: &str,
         names: Vec<String>,
