@@ -56,8 +56,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("settings", &[]),
     // News for other programs: the rules, without I/O. Usable alone, except for names.
     ("sinks", &["ids"]),
+    // Which agents of a fleet are meant: usable alone, without I/O.
+    ("fleet", &["ids"]),
     // The configuration of kas. It imports nothing that it configures, except limits and TLS roles.
-    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings", "sinks"]),
+    ("kas-config", &["ids", "net", "process", "kube-request", "traces", "settings", "sinks", "fleet"]),
     // A client of GitLab. Caching is done by `identity`.
     ("gitlab", &["ids", "grpc", "net", "process", "settings", "kas-config"]),
     ("identity", &["ids", "grpc", "net", "process", "settings", "gitlab"]),
@@ -65,8 +67,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("callers", &["ids", "net", "process", "settings", "kas-config", "gitlab", "identity"]),
     // From files of a repository to objects in a cluster: usable alone, without our other crates.
     ("gitops", &[]),
-    // Which agents of a fleet are meant: usable alone, without I/O.
-    ("fleet", &["ids"]),
     // Takes PromQL apart and merges answers: usable alone, without I/O or our other crates.
     ("promql", &[]),
     // Rows of objects as the API server prints them: usable alone, without I/O or our other crates.

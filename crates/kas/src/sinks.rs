@@ -7,6 +7,7 @@
 mod board;
 mod events;
 mod homes;
+mod labels;
 mod metrics;
 mod redis;
 mod sender;

@@ -23,6 +23,10 @@ async fn news_reaches_each_kind_of_sink() -> Result<()> {
             { "name": "rails", "agents": agents, "news": news, "redis": "publish" },
             { "name": "queue", "agents": agents, "news": ["events"], "redis": "stream" },
             { "name": "log", "agents": agents, "news": ["events"], "log": true },
+            { "name": "labelled", "agents": "id=1,env=test", "news": news,
+              "webhook": { "url": format!("http://{receiver}/labelled") } },
+            { "name": "other", "agents": "env=prod", "news": news,
+              "webhook": { "url": format!("http://{receiver}/other") } },
             { "name": "nobody", "agents": "id=3", "news": news, "log": true },
             // Nothing of this host is allowed but one address.
             { "name": "closed", "agents": agents, "news": ["events"],
@@ -102,6 +106,15 @@ async fn news_reaches_each_kind_of_sink() -> Result<()> {
     // Its events are read from where it was left.
     it.happen([2]).await?;
     it.receiver.got("another event", |event| name(event) == "e-2").await?;
+    // What is selected by labels gets all of it, too. They are known a moment later.
+    let all = ["agent.connected", "agent.disconnected", "kubernetes.event", "sync.failed", "sync.recovered"];
+    let all: BTreeSet<String> = all.map(|kind| format!("kas.{kind}")).into();
+    eventually("the sink with labels gets all kinds", async || {
+        let told = it.receiver.types_at("/labelled");
+        Ok(if told.is_superset(&all) { Ok(()) } else { Err(told) })
+    })
+    .await?;
+    assert_eq!(it.receiver.types_at("/other"), BTreeSet::new());
     Ok(())
 }
 

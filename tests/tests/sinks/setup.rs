@@ -1,6 +1,7 @@
 //! Replicas with sinks, an agentk, an API server, a Redis, and a receiver of webhooks.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     path::PathBuf,
     sync::{
@@ -68,6 +69,13 @@ impl Receiver {
         self.received.lock().clone()
     }
 
+    /// Returns the types of what it has taken at a path.
+    pub(crate) fn types_at(&self, path: &str) -> BTreeSet<String> {
+        let taken = self.received.lock();
+        let here = taken.iter().filter(|(head, _)| head.line == format!("POST {path} HTTP/1.1"));
+        here.filter_map(|(_, event)| event["type"].as_str().map(str::to_owned)).collect()
+    }
+
     /// Returns the data of what it has taken of a type.
     pub(crate) fn of(&self, kind: &str) -> Vec<Value> {
         let taken = self.received.lock();
@@ -126,6 +134,7 @@ impl Setup {
         let config =
             format!("gitops:\n  manifest_projects:\n  - id: {PROJECT}\n    default_namespace: default\n");
         std::fs::write(root.join("config/agents/agent-1/config.yaml"), config)?;
+        std::fs::write(root.join("config/agents/agent-1/kas.yaml"), "labels: {env: test}\n")?;
         std::fs::create_dir_all(root.join("manifests"))?;
         let receiver = Receiver::start().await?;
         let mut config = json!({

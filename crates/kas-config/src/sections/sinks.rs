@@ -3,8 +3,8 @@
 use std::{collections::HashSet, path::PathBuf};
 
 use ::sinks::{Allowed, Kind, Network};
+use fleet::Selector;
 use http::Uri;
-use ids::Selector;
 use settings::walk::Section;
 
 use super::redis::Redis;
@@ -99,8 +99,8 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Sinks {
         let allow = "Networks that webhooks may be sent to although they are on loopback, link-local or in deny.";
         let allow = networks(s, "allow", allow);
         let doc = "The sinks. Each is {name, agents, news, webhook} or one with redis or log instead of webhook. name: \
-                   unique; a part of metrics and keys. agents: whose news: all, or id=7|9, project=3, name=prod-*, joined \
-                   by commas. news: events (of the Kubernetes API), agents (that come and go), syncs (that fail and \
+                   unique; a part of metrics and keys. agents: whose news: all, or id=7|9, project=3, name=prod-*, labels \
+                   of kas.yaml such as env=prod, joined by commas. news: events (of the Kubernetes API), agents (that come and go), syncs (that fail and \
                    recover). webhook: {url, token_file, ca_certificate_file}; token_file has a bearer token. redis: publish \
                    (on the channel <redis.key_prefix>:kas:agent:<id>) or stream (<redis.key_prefix>:kas:sink:<name>, of \
                    about stream_length items, default 100000); the section redis says where. log: true writes into the log \
@@ -160,13 +160,13 @@ fn sink(s: &mut Section<'_, '_>) -> Option<Sink> {
             "lower-case letters, digits and `-`, at most 63, beginning and ending with none of `-`",
         );
     }
-    let all = "all, or id=7|9, project=3, name=prod-*, joined by commas";
+    let all = "all, or id=7|9, project=3, name=prod-*, labels of kas.yaml such as env=prod, joined by commas";
     let agents = s.required("agents", "", all, "");
     let agents: Option<Selector> = match agents.parse() {
         Ok(selector) => Some(selector),
         Err(_) if agents.is_empty() => None,
-        Err(_) => {
-            s.refuse("agents", format!("{all}; labels of kas.yaml are not known of an agent that is away"));
+        Err(error) => {
+            s.refuse("agents", format!("{all}; {error}"));
             None
         }
     };

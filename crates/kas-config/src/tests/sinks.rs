@@ -21,7 +21,7 @@ sinks:
     - {name: audit, agents: all, news: [events, agents, syncs], webhook: {url: 'https://example.com/kas', token_file: /t}}
     - {name: rails, agents: 'project=3', news: [events], redis: publish}
     - {name: queue, agents: 'id=7', news: [syncs], redis: stream, stream_length: 5}
-    - {name: log, agents: 'name=prod-*', news: [agents], log: true, buffer: {items: 10}}
+    - {name: log, agents: 'name=prod-*,env=prod', news: [agents], log: true, buffer: {items: 10}}
 ")
     .unwrap();
     assert_eq!(sinks.allowed.deny.len() + sinks.allowed.allow.len(), 2);
@@ -37,6 +37,8 @@ sinks:
             ("log", &SinkTarget::Log),
         ]
     );
+    let needs: Vec<bool> = sinks.targets.iter().map(|sink| sink.agents.needs_labels()).collect();
+    assert_eq!(needs, [false, false, false, true]);
     assert_eq!((sinks.targets[0].items, sinks.targets[0].bytes), (10_000, 16 << 20));
     assert_eq!((sinks.targets[3].items, sinks.targets[3].bytes), (10, 16 << 20));
     assert!(sinks.redis.is_some(), "although the tracker does not use it");
@@ -51,7 +53,11 @@ fn a_wrong_sink_is_refused_with_its_place() {
         (format!("{{name: A, {log}}}"), "targets[0].name"),
         (format!("{{name: a, {log}}}, {{name: a, {log}}}"), "targets[1].name"),
         ("{name: a, news: [events], log: true}".to_owned(), "targets[0].agents"),
-        ("{name: a, agents: 'env=prod', news: [events], log: true}".to_owned(), "labels of kas.yaml"),
+        ("{name: a, agents: 'env=a b', news: [events], log: true}".to_owned(), "values of a label"),
+        (
+            "{name: a, agents: 'prod', news: [events], log: true}".to_owned(),
+            "labels of kas.yaml such as env=prod",
+        ),
         ("{name: a, agents: all, log: true}".to_owned(), "targets[0].news"),
         ("{name: a, agents: all, news: [pods], log: true}".to_owned(), "targets[0].news[0]"),
         ("{name: a, agents: all, news: [events, events], log: true}".to_owned(), "targets[0].news[1]"),

@@ -45,8 +45,8 @@ pub(super) async fn part(section: &Section, uses: Uses) -> Result<Part, StartErr
     let senders = Sender::all(&sinks, section, &passwords);
     let senders = senders.map_err(|(index, source)| StartError::Sink { index, source })?;
     let HomesUses { me, tracker, sources, hub, files } = homes;
+    let syncs = Syncs::new(Arc::clone(&sinks), planners, Arc::clone(&files));
     let homes = Homes::new(HomesParts { sinks: Arc::clone(&sinks), me, tracker, sources, hub, files });
-    let syncs = Syncs::new(Arc::clone(&sinks), planners);
     let draining = Arc::clone(&homes);
     let part = Part::default().task(homes.run()).task(syncs.run());
     let part = senders.into_iter().fold(part, |part, sender| part.task(sender.run()));

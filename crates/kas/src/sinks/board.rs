@@ -9,13 +9,14 @@ use std::{
 };
 
 use cluster::Connection;
-use ids::{Agent, AgentId, Match};
+use fleet::Candidate;
+use ids::{Agent, AgentId};
 use parking_lot::Mutex;
 use sinks::{Kind, Limits, News, Queue, Record};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::{sync::Notify, time::Instant};
 
-use super::metrics::SinkMetrics;
+use super::{labels::LabelsOfAgent, metrics::SinkMetrics};
 
 /// After this time an item is not tried again.
 const AGE: Duration = Duration::from_secs(3_600);
@@ -30,6 +31,8 @@ pub(super) struct Known {
     pub(super) project: Option<i64>,
     /// Empty: not known.
     pub(super) name: Arc<str>,
+    /// `None`: not known, or no sink needs them.
+    pub(super) labels: Option<LabelsOfAgent>,
 }
 
 impl From<&Connection> for Known {
@@ -38,13 +41,14 @@ impl From<&Connection> for Known {
             id: connection.agent,
             project: Some(connection.project_id),
             name: Arc::clone(&connection.name),
+            labels: None,
         }
     }
 }
 
 impl From<&Agent> for Known {
     fn from(agent: &Agent) -> Self {
-        Self { id: agent.id, project: Some(agent.project_id), name: (*agent.name).into() }
+        Self { id: agent.id, project: Some(agent.project_id), name: (*agent.name).into(), labels: None }
     }
 }
 
@@ -63,8 +67,31 @@ pub(super) struct Waiting {
 impl Waiting {
     fn wants(&self, kind: Kind, agent: &Known) -> bool {
         let name = (!agent.name.is_empty()).then_some(&*agent.name);
+        let selector = &self.config.agents;
         self.config.news.contains(&kind)
-            && self.config.agents.matches(agent.id, agent.project, name) == Match::Yes
+            && selector.matches(Candidate { id: agent.id, name, project: agent.project })
+            && (!selector.needs_labels()
+                || agent.labels.as_ref().is_some_and(|labels| selector.matches_labels(labels)))
+    }
+}
+
+/// Which sinks get an item, of those that want it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum To {
+    All,
+    /// Those that select agents by their labels.
+    Labelled,
+    /// The others.
+    Unlabelled,
+}
+
+impl To {
+    fn has(self, sink: &Waiting) -> bool {
+        match self {
+            Self::All => true,
+            Self::Labelled => sink.config.agents.needs_labels(),
+            Self::Unlabelled => !sink.config.agents.needs_labels(),
+        }
     }
 }
 
@@ -101,6 +128,12 @@ impl Sinks {
         self.all.iter().any(|sink| sink.config.news.contains(&kind))
     }
 
+    /// Whether a sink that wants news of this kind selects agents by their labels.
+    pub(super) fn need_labels(&self, kind: Kind) -> bool {
+        let mut sinks = self.all.iter().filter(|sink| sink.config.news.contains(&kind));
+        sinks.any(|sink| sink.config.agents.needs_labels())
+    }
+
     /// Whether a sink wants news of this kind of an agent.
     pub(super) fn want_of(&self, kind: Kind, agent: &Known) -> bool {
         self.all.iter().any(|sink| sink.wants(kind, agent))
@@ -108,10 +141,15 @@ impl Sinks {
 
     /// Keeps an item for each sink that wants it.
     pub(super) fn tell(&self, agent: &Known, news: News) {
+        self.tell_to(To::All, agent, news);
+    }
+
+    /// Keeps an item for each of these sinks that wants it.
+    pub(super) fn tell_to(&self, to: To, agent: &Known, news: News) {
         let Some(kind) = news.about.kind() else { return };
         let mut record = None;
         let mut news = Some(news);
-        for sink in self.all.iter().filter(|sink| sink.wants(kind, agent)) {
+        for sink in self.all.iter().filter(|sink| to.has(sink) && sink.wants(kind, agent)) {
             if record.is_none() {
                 record = news.take().map(|news| Arc::new(Record::of(news)));
             }

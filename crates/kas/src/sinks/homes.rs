@@ -2,7 +2,7 @@
 //! those that are ready, as for hooks. Two homes tell twice, and none for a moment tells later.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -21,8 +21,9 @@ use tokio::{
 };
 
 use super::{
-    board::{Known, Sinks, new_id, now},
+    board::{Known, Sinks, To, new_id, now},
     events::{AgentEvents, Shared},
+    labels::Labels,
 };
 use crate::{
     agent_files::AgentFiles,
@@ -40,6 +41,8 @@ const LIST_LATEST: Duration = Duration::from_secs(30);
 const LIST_SHARE: u32 = 20;
 /// For how long the reader of an agent that is away waits for it: it knows which events it has told.
 const AWAY: Duration = Duration::from_secs(600);
+/// For how long a sink that selects by labels gets to know that an agent came whose labels are not known yet.
+const UNLABELLED: Duration = Duration::from_secs(60);
 /// Lists of events at once.
 const LISTS: usize = 16;
 
@@ -60,8 +63,13 @@ pub(crate) struct HomesParts {
 pub(crate) struct Homes {
     parts: HomesParts,
     shared: Arc<Shared>,
+    labels: Labels,
     draining: AtomicBool,
 }
+
+/// Agents that came, and which sinks that select by labels do not know of yet.
+#[derive(Default)]
+struct Arrived(HashMap<AgentId, (Instant, Known, News)>);
 
 /// The reader of an agent's events. Dropping it ends it.
 struct Reading {
@@ -80,8 +88,10 @@ impl Drop for Reading {
 impl Homes {
     pub(crate) fn new(parts: HomesParts) -> Arc<Self> {
         let (sinks, files) = (Arc::clone(&parts.sinks), Arc::clone(&parts.files));
+        let need_labels = sinks.need_labels(Kind::Agents) || sinks.need_labels(Kind::Events);
+        let labels = Labels::new(need_labels.then(|| Arc::clone(&files) as _));
         let shared = Arc::new(Shared { sinks, files, lists: Semaphore::new(LISTS) });
-        Arc::new(Self { parts, shared, draining: AtomicBool::new(false) })
+        Arc::new(Self { parts, shared, labels, draining: AtomicBool::new(false) })
     }
 
     /// This replica leaves: it is no home any more.
@@ -108,21 +118,29 @@ impl Homes {
 
     /// Looks and tells until dropped.
     pub(crate) async fn run(self: Arc<Self>) {
-        let Self { parts, .. } = &*self;
-        let HomesParts { sinks, tracker, .. } = parts;
-        if !sinks.want(Kind::Agents) && !sinks.want(Kind::Events) {
-            return;
+        let sinks = &self.parts.sinks;
+        if sinks.want(Kind::Agents) || sinks.want(Kind::Events) {
+            tokio::join!(self.look(), self.labels.keep());
         }
+    }
+
+    async fn look(&self) {
+        let Self { parts, labels, .. } = self;
+        let tracker = &parts.tracker;
         let mut changes = tracker.connection_changes();
         let mut presence = Presence::<Known>::default();
         let mut reading: HashMap<AgentId, Reading> = HashMap::new();
         let mut members = Vec::new();
         let mut list = Connected::default();
         let (mut listed, mut rest) = (None::<Instant>, LIST);
+        let (mut labelled, mut arrived) = (labels.version(), Arrived::default());
         loop {
             let now_members = self.members().await;
             let mut is_new = now_members != members;
             members = now_members;
+            let version = labels.version();
+            is_new |= version != labelled;
+            labelled = version;
             let has_changed = changes.has_changed().unwrap_or(false) || presence.is_unsure();
             let is_due = listed
                 .is_none_or(|at| at.elapsed() >= if has_changed || is_new { rest } else { LIST_LATEST });
@@ -132,13 +150,14 @@ impl Homes {
                 // If the tracker fails, the agents are what they were.
                 if let Ok(answer) = connected(&**tracker, Query::All).await {
                     list = answer;
+                    labels.want(list.connections.iter().map(|located| located.connection.agent));
                     is_new = true;
                 }
                 listed = Some(from);
                 rest = (from.elapsed() * LIST_SHARE).clamp(LIST, LIST_LATEST);
             }
             if is_new {
-                self.agents(&mut presence, &list, &members);
+                self.agents(&mut presence, &mut arrived, &list, &members);
                 self.events(&mut reading, &list, &members);
             }
             reading.retain(|_, reading| !reading.task.is_finished());
@@ -147,8 +166,15 @@ impl Homes {
     }
 
     /// Tells which agents came and left.
-    fn agents(&self, presence: &mut Presence<Known>, list: &Connected, members: &[ReplicaId]) {
+    fn agents(
+        &self,
+        presence: &mut Presence<Known>,
+        arrived: &mut Arrived,
+        list: &Connected,
+        members: &[ReplicaId],
+    ) {
         let sinks = &self.parts.sinks;
+        self.labelled(arrived);
         let mut known: HashMap<AgentId, Known> = HashMap::new();
         for located in &list.connections {
             known.entry(located.connection.agent).or_insert_with(|| (&*located.connection).into());
@@ -156,27 +182,56 @@ impl Homes {
         let is_complete = list.unanswered.iter().all(|missing| missing.given_up);
         let changes = presence.observe(known, is_complete, |agent| self.is_home(members, agent), sinks.now());
         for change in changes {
+            let agent = self.labels.add(change.agent);
             let about = if change.is_connected { About::AgentConnected } else { About::AgentDisconnected };
             let news = News {
                 id: new_id(),
                 about,
-                agent: change.agent.id,
-                agent_name: Arc::clone(&change.agent.name),
+                agent: agent.id,
+                agent_name: Arc::clone(&agent.name),
                 subject: String::new(),
                 time: now(),
-                data: json!({ "connected": change.is_connected, "project": change.agent.project }),
+                data: json!({ "connected": change.is_connected, "project": agent.project }),
             };
-            sinks.tell(&change.agent, news);
+            let untold = arrived.0.remove(&agent.id);
+            if agent.labels.is_some() || !sinks.need_labels(Kind::Agents) {
+                sinks.tell(&agent, news);
+                continue;
+            }
+            // Its configuration stream begins after its tunnels, so its labels may not be known yet. Who was not
+            // told that it came is not told that it left.
+            sinks.tell_to(To::Unlabelled, &agent, news.clone());
+            if change.is_connected && untold.is_none() {
+                arrived.0.insert(agent.id, (Instant::now(), agent, news));
+            }
         }
+    }
+
+    /// Tells of agents that came, and whose labels have become known.
+    fn labelled(&self, arrived: &mut Arrived) {
+        arrived.0.retain(|_, (since, agent, news)| {
+            let agent = self.labels.add(agent.clone());
+            if agent.labels.is_some() {
+                self.parts.sinks.tell_to(To::Labelled, &agent, news.clone());
+                return false;
+            }
+            let is_late = since.elapsed() >= UNLABELLED;
+            if is_late {
+                no_labels(agent.id, "its kas.yaml was not known in time");
+            }
+            !is_late
+        });
     }
 
     /// Reads the events of the agents that sinks select and whose home is this replica.
     fn events(&self, reading: &mut HashMap<AgentId, Reading>, list: &Connected, members: &[ReplicaId]) {
         let HomesParts { sinks, sources, hub, tracker, .. } = &self.parts;
         let mut wanted: HashMap<AgentId, Known> = HashMap::new();
+        let mut connected = HashSet::new();
         if sinks.want(Kind::Events) {
             for located in &list.connections {
-                let agent = Known::from(&*located.connection);
+                connected.insert(located.connection.agent);
+                let agent = self.labels.add(Known::from(&*located.connection));
                 if !wanted.contains_key(&agent.id)
                     && sinks.want_of(Kind::Events, &agent)
                     && self.is_home(members, agent.id)
@@ -191,6 +246,8 @@ impl Homes {
                 reading.away = None;
                 *agent == reading.agent
             }
+            // Its labels are others now, or its home.
+            None if connected.contains(id) => false,
             None => {
                 let away = *reading.away.get_or_insert_with(Instant::now);
                 // It may be connected to a replica that did not answer.
@@ -211,4 +268,14 @@ impl Homes {
             });
         }
     }
+}
+
+/// Says why sinks that select agents by their labels do not get an item.
+pub(super) fn no_labels(agent: AgentId, why: &str) {
+    let agent = agent.get();
+    tracing::info!(
+        agent.id = agent,
+        why,
+        "sinks that select agents by labels do not get an item of this agent"
+    );
 }

@@ -3,11 +3,16 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
+use ids::AgentId;
 use planner::{Planners, ProjectStatus};
 use serde_json::json;
 use sinks::{About, Kind, News, Outcome, Outcomes};
 
-use super::board::{Known, Sinks, new_id, now};
+use super::{
+    board::{Known, Sinks, To, new_id, now},
+    homes::no_labels,
+};
+use crate::agent_files::AgentFiles;
 
 /// Changes within this time are looked at together.
 const TOGETHER: Duration = Duration::from_millis(250);
@@ -18,19 +23,21 @@ const LONGEST: usize = 1_000;
 pub(crate) struct Syncs {
     sinks: Arc<Sinks>,
     planners: Arc<Planners>,
+    files: Arc<AgentFiles>,
 }
 
 impl Syncs {
-    pub(crate) fn new(sinks: Arc<Sinks>, planners: Arc<Planners>) -> Self {
-        Self { sinks, planners }
+    pub(crate) fn new(sinks: Arc<Sinks>, planners: Arc<Planners>, files: Arc<AgentFiles>) -> Self {
+        Self { sinks, planners, files }
     }
 
     /// Looks and tells until dropped.
     pub(crate) async fn run(self) {
-        let Self { sinks, planners } = self;
+        let Self { sinks, planners, files } = self;
         if !sinks.want(Kind::Syncs) {
             return;
         }
+        let need_labels = sinks.need_labels(Kind::Syncs);
         let mut changes = planners.changes();
         let mut outcomes = Outcomes::default();
         loop {
@@ -41,9 +48,27 @@ impl Syncs {
                 .map(|(agent, status)| ((agent.id, Arc::clone(&status.project)), (agent, status)))
                 .collect();
             let now = projects.iter().map(|(key, (_, status))| (key.clone(), outcome(status.phase)));
-            for (key, about) in outcomes.observe(now) {
-                if let Some((agent, status)) = projects.get(&key) {
-                    sinks.tell(&Known::from(&**agent), news(about, agent, status));
+            let told: Vec<_> = outcomes.observe(now).into_iter().collect();
+            let mut labels = HashMap::new();
+            if need_labels && !told.is_empty() {
+                let agents: Vec<AgentId> = told.iter().map(|((agent, _), _)| *agent).collect();
+                for part in agents.chunks(::fleet::MOST_AGENTS) {
+                    labels.extend(files.of(part).await);
+                }
+            }
+            for (key, about) in told {
+                let Some((agent, status)) = projects.get(&key) else { continue };
+                let (known, news) = (Known::from(&**agent), news(about, agent, status));
+                match labels.get(&agent.id) {
+                    Some(Ok(file)) => {
+                        let labels = Some(Arc::new(file.labels.clone()));
+                        sinks.tell(&Known { labels, ..known }, news);
+                    }
+                    Some(Err(why)) => {
+                        no_labels(agent.id, why);
+                        sinks.tell_to(To::Unlabelled, &known, news);
+                    }
+                    None => sinks.tell(&known, news),
                 }
             }
             if changes.changed().await.is_err() {
