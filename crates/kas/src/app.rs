@@ -631,17 +631,16 @@ impl Kas {
             },
         )
         .await?;
-        let rate_limit = |name| {
-            let limit = RateLimit::new(
-                config.agent.listen.connections_per_token_per_minute,
-                config.limits.token_burst,
-            );
-            match &mesh {
-                Some(mesh) => mesh.backend.share_limit(name, limit),
-                None => Arc::new(limit),
-            }
+        let share = |name, limit: RateLimit| match &mesh {
+            Some(mesh) => mesh.backend.share_limit(name, limit),
+            None => Arc::new(limit),
         };
-        let (connections, failures) = (rate_limit("connections"), rate_limit("failures"));
+        let of_tokens = || {
+            RateLimit::new(config.agent.listen.connections_per_token_per_minute, config.limits.token_burst)
+        };
+        let (connections, failures) = (share("connections", of_tokens()), share("failures", of_tokens()));
+        let callers = config.agent.kubernetes_api.as_ref().and_then(kubernetes::rate_per_caller);
+        let callers = callers.map(|limit| share("callers", limit));
         let mut parts = Parts::default();
         let synced = mesh.as_ref().map(|mesh| mesh.backend.ready());
         let hooks = hooks.map(|bound| {
@@ -775,6 +774,7 @@ impl Kas {
                 hub: Arc::clone(&hub),
                 catalog,
                 owners: owners.map(|owners| owners as _),
+                rate: callers,
                 observer,
                 metrics: kubernetes_metrics,
                 refusals: Arc::clone(&refusals),

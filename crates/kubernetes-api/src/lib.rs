@@ -30,7 +30,6 @@ mod message;
 mod metrics;
 mod open;
 mod origin;
-mod rate;
 mod record;
 mod request_id;
 mod revocation;
@@ -53,7 +52,7 @@ use observe::{
     refusals::{ListenerName, Refusals},
 };
 use process::lifecycle::{Lifecycle, Phase};
-use routing::router::Router;
+use routing::{rate_limit::RateLimit, router::Router};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::Semaphore;
 
@@ -63,7 +62,6 @@ pub use self::{
     metrics::Metrics,
     open::{LongCaller, LongCount, LongRequests, OpenLimits},
     origin::Origins,
-    rate::RequestRate,
     selection::{Prefix, agent_of_uri},
     serve::{
         DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
@@ -124,6 +122,8 @@ pub struct Parts {
     pub fleet: Arc<dyn Fleet>,
     /// Knows which replica holds an agent; `None`: proxies are not told.
     pub owners: Option<Arc<dyn Owners>>,
+    /// How many requests each caller may begin at all replicas together; `None`: as many as it likes.
+    pub rate: Option<Arc<RateLimit>>,
     /// Called for each request that is allowed, before it is sent to its agent.
     pub allowed: Box<dyn Fn(&Authorized) + Send + Sync>,
 }
@@ -176,9 +176,10 @@ impl KubernetesApi {
             diffs,
             fleet,
             owners,
+            rate,
             allowed,
         } = parts;
-        let open = OpenRequests::new(settings.open, Arc::clone(&metrics));
+        let open = OpenRequests::new(settings.open, rate, Arc::clone(&metrics));
         Arc::new(Self {
             settings,
             authorizer: Arc::new(authorizer),

@@ -18,20 +18,16 @@ use std::{
 
 use callers::{Caller, SourceKind};
 use futures_util::task::AtomicWaker;
-use ids::AgentId;
+use ids::{AgentId, TokenHash};
 use kube_request::Kind;
 use net::http::{StreamReset, StreamSlot};
 use parking_lot::Mutex;
 use rand::seq::SliceRandom as _;
+use routing::rate_limit::RateLimit;
 use tokio::time::Instant;
 
 pub use self::long::{LongCaller, LongCount, LongRequests};
-use crate::{
-    ended_by::EndedBy,
-    failure::Failure,
-    metrics::Metrics,
-    rate::{Rates, RequestRate},
-};
+use crate::{ended_by::EndedBy, failure::Failure, metrics::Metrics};
 
 /// How often the open requests are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -48,8 +44,6 @@ pub struct OpenLimits {
     pub per_caller: usize,
     /// Those of them that asked for an upgrade.
     pub upgrades_per_caller: usize,
-    /// The requests that one caller may begin; `None`: as many as it likes.
-    pub rate_per_caller: Option<RequestRate>,
     /// Open requests to one agent on this replica: below its tunnels, so that some stay for other uses.
     pub per_agent: usize,
     /// How long the API server may take to begin its answer, for requests that it ends itself.
@@ -68,7 +62,6 @@ impl Default for OpenLimits {
         Self {
             per_caller: 300,
             upgrades_per_caller: 50,
-            rate_per_caller: None,
             per_agent: 400,
             // The API server itself gives up after 60 s.
             answer_head: Duration::from_secs(90),
@@ -346,30 +339,21 @@ pub(crate) struct OpenRequests {
     limits: OpenLimits,
     start: Instant,
     metrics: Arc<Metrics>,
+    /// How many requests each caller may begin at all replicas together; `None`: as many as it likes.
+    rate: Option<Arc<RateLimit>>,
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     serial: u64,
     requests: HashMap<u64, Arc<Shared>>,
     callers: HashMap<Arc<str>, OfCaller>,
-    rates: Rates,
     /// The number of open requests to each agent.
     agents: HashMap<AgentId, usize>,
 }
 
 impl State {
-    fn new(limits: &OpenLimits) -> Self {
-        Self {
-            serial: 0,
-            requests: HashMap::new(),
-            callers: HashMap::new(),
-            rates: Rates::new(limits.rate_per_caller),
-            agents: HashMap::new(),
-        }
-    }
-
     /// Whether a caller may have one more request open.
     fn has_room(&self, limits: &OpenLimits, caller: &str, is_upgrade: bool) -> Result<(), Failure> {
         let Some(of_caller) = self.callers.get(caller) else { return Ok(()) };
@@ -386,8 +370,15 @@ impl State {
     }
 
     /// Counts a request of a caller, unless it begins too many.
-    fn count(&mut self, caller: &Arc<str>, is_upgrade: bool) -> Result<(), Failure> {
-        self.rates.take(caller).map_err(Failure::too_fast)?;
+    fn count(
+        &mut self,
+        rate: Option<&RateLimit>,
+        caller: &Arc<str>,
+        is_upgrade: bool,
+    ) -> Result<(), Failure> {
+        if let Some(rate) = rate {
+            rate.take(TokenHash::of(caller.as_bytes())).map_err(Failure::too_fast)?;
+        }
         let of_caller = self.callers.entry(Arc::clone(caller)).or_default();
         of_caller.open += 1;
         of_caller.upgrades += usize::from(is_upgrade);
@@ -414,9 +405,8 @@ struct OfCaller {
 }
 
 impl OpenRequests {
-    pub(crate) fn new(limits: OpenLimits, metrics: Arc<Metrics>) -> Arc<Self> {
-        let state = Mutex::new(State::new(&limits));
-        Arc::new(Self { limits, start: Instant::now(), metrics, state })
+    pub(crate) fn new(limits: OpenLimits, rate: Option<Arc<RateLimit>>, metrics: Arc<Metrics>) -> Arc<Self> {
+        Arc::new(Self { limits, start: Instant::now(), metrics, rate, state: Mutex::default() })
     }
 
     /// Returns the limits.
@@ -450,7 +440,7 @@ impl OpenRequests {
             )));
         }
         // Last, so that nothing else that refuses a request costs its caller a token.
-        state.count(&caller.name, kind == Kind::Upgrade)?;
+        state.count(self.rate.as_deref(), &caller.name, kind == Kind::Upgrade)?;
         let shared = Arc::new(Shared {
             kind,
             agent,
@@ -485,7 +475,7 @@ impl OpenRequests {
     pub(crate) fn open_own(self: &Arc<Self>, caller: &Arc<str>) -> Result<OwnRequest, Failure> {
         let mut state = self.state.lock();
         state.has_room(&self.limits, caller, false)?;
-        state.count(caller, false)?;
+        state.count(self.rate.as_deref(), caller, false)?;
         drop(state);
         Ok(OwnRequest { requests: Arc::clone(self), caller: Arc::clone(caller) })
     }
@@ -496,7 +486,6 @@ impl OpenRequests {
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            self.state.lock().rates.forget();
             for shared in self.all() {
                 shared.check(&self.limits);
             }

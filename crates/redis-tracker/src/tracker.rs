@@ -126,6 +126,8 @@ pub struct Counts {
 pub struct Counted {
     /// The number of the window, by the clock of Redis.
     pub window: u64,
+    /// How long ago the window began.
+    pub elapsed: Duration,
     /// The total of each requested name, in the same order.
     pub totals: Vec<u64>,
 }
@@ -436,7 +438,8 @@ impl RedisTracker {
             .into_iter()
             .map(|answers| take(answers.into_iter().next().unwrap_or(Value::Nil), "INCRBY"))
             .collect::<Result<_, _>>()?;
-        Ok(Counted { window: number, totals })
+        let elapsed = now.saturating_sub(Duration::from_secs(number * window));
+        Ok(Counted { window: number, elapsed, totals })
     }
 
     pub(crate) fn ages(&self) -> Ages {

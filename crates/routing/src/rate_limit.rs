@@ -1,6 +1,7 @@
-//! The rate limit of an agent token: a token bucket for each.
+//! Rate limits of all replicas together: a token bucket for each token of an agent, and for each caller of
+//! the HTTP endpoint if those are limited.
 //!
-//! 14.1 counts every stream, which limits an agent to 100 requests per minute. Here only what an agent does
+//! Of agents: 14.1 counts every stream, which limits an agent to 100 requests per minute. Here only what an agent does
 //! without need is charged: transport connections, and tunnels that it ends before they carried a request.
 //! Attempts with an invalid token are charged separately. What kas ended or asked to move is not charged.
 //!
@@ -35,6 +36,8 @@ pub struct RateLimit {
     /// How much may be charged at once.
     burst: f64,
     among: Among,
+    /// Whether tokens are used all the time, see [`RateLimit::steady`].
+    is_steady: bool,
     state: Mutex<State>,
 }
 
@@ -73,13 +76,22 @@ pub struct Total {
     pub window: u64,
     /// The count in this window.
     pub count: u64,
+    /// How long ago the window began.
+    pub elapsed: Duration,
 }
 
 impl RateLimit {
     /// Creates a limit that refills each bucket by `per_minute`, up to `burst`.
     pub fn new(per_minute: u32, burst: u32) -> Self {
         let (per_second, burst) = (f64::from(per_minute) / 60.0, f64::from(burst));
-        Self { per_second, burst, among: Among::Alone, state: Mutex::default() }
+        Self { per_second, burst, among: Among::Alone, is_steady: false, state: Mutex::default() }
+    }
+
+    /// Tokens are used all the time, and below the limit. If a replica learns of one that others have charged
+    /// for a while, its bucket was refilled meanwhile. So a token that rested for most of a
+    /// [window](Self::window) can spend the burst once more at such a replica.
+    pub fn steady(self) -> Self {
+        Self { is_steady: true, ..self }
     }
 
     /// Applies only the part of this replica. `live`: the number of replicas.
@@ -157,7 +169,11 @@ impl RateLimit {
             }
             // This replica does not know when the earlier counts were charged, and assumes that it was now. A
             // token whose burst is used up therefore gets nothing from a replica that has not seen it before.
-            _ => level.min(self.burst - total.count as f64),
+            _ => {
+                let refilled =
+                    if self.is_steady { self.per_second * total.elapsed.as_secs_f64() } else { 0.0 };
+                level.min(self.burst - (total.count as f64 - refilled).max(0.0))
+            }
         }
         .max(0.0);
         bucket.at = now;
@@ -166,9 +182,26 @@ impl RateLimit {
 
     /// Charges `token` once.
     pub fn charge(&self, token: TokenHash) {
+        self.charge_in(&mut self.state(), token, Instant::now());
+    }
+
+    /// Charges `token` once if it allows that. Otherwise returns after how long it will.
+    pub fn take(&self, token: TokenHash) -> Result<(), Duration> {
         let now = Instant::now();
         let mut state = self.state();
-        let State { buckets, to_tell } = &mut *state;
+        if let Some(bucket) = state.buckets.get(&token) {
+            let missing = 1.0 - self.level(bucket, now);
+            if missing > 0.0 {
+                let (per_second, _) = self.bounds();
+                return Err(Duration::try_from_secs_f64(missing / per_second).unwrap_or(Duration::MAX));
+            }
+        }
+        self.charge_in(&mut state, token, now);
+        Ok(())
+    }
+
+    fn charge_in(&self, state: &mut State, token: TokenHash, now: Instant) {
+        let State { buckets, to_tell } = state;
         let (_, burst) = self.bounds();
         if buckets.len() >= MAX_BUCKETS && !buckets.contains_key(&token) {
             buckets.retain(|_, bucket| self.level(bucket, now) < burst);
@@ -209,7 +242,7 @@ mod tests {
     fn share(from: &RateLimit, count: &mut u64, window: u64) {
         for (token, sent) in from.unshared(100) {
             *count += u64::from(sent);
-            from.learn(token, sent, Total { window, count: *count });
+            from.learn(token, sent, Total { window, count: *count, elapsed: Duration::from_secs(20) });
         }
     }
 
@@ -242,6 +275,37 @@ mod tests {
         let mut count = 0;
         share(&d, &mut count, 8);
         assert!(d.allows(token));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_steady_token_below_its_limit_is_allowed_at_a_replica_that_has_not_seen_it() {
+        let token = TokenHash::of(b"steady");
+        // 10 a second, 100 at once; half of that for 20 s, and then all of it.
+        for (count, is_allowed) in [(100, true), (200, true), (299, true), (300, false)] {
+            let limit = RateLimit::new(600, 100).shared().steady();
+            limit.charge(token);
+            limit.learn(token, 1, Total { window: 7, count, elapsed: Duration::from_secs(20) });
+            assert_eq!(limit.allows(token), is_allowed, "{count}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_refused_is_told_when_it_is_allowed_and_costs_nothing() {
+        let limit = RateLimit::new(240, 3);
+        let (greedy, other) = (TokenHash::of(b"greedy"), TokenHash::of(b"other"));
+        assert_eq!([(); 3].map(|()| limit.take(greedy)), [Ok(()); 3]);
+        let wait = Duration::from_millis(250);
+        assert_eq!([(); 3].map(|()| limit.take(greedy)), [Err(wait); 3]);
+        assert_eq!(limit.take(other), Ok(()));
+        tokio::time::advance(wait).await;
+        assert_eq!((limit.take(greedy), limit.take(greedy)), (Ok(()), Err(wait)));
+        tokio::time::advance(Duration::from_secs(3_600)).await;
+        assert_eq!([(); 4].map(|()| limit.take(greedy).is_ok()), [true, true, true, false]);
+        // Each replica has a part.
+        let (_live, parts) = watch::channel(4);
+        let parted = RateLimit::new(240, 800).parted(parts);
+        let spent = (0..1_000).take_while(|_| parted.take(greedy).is_ok()).count();
+        assert_eq!((spent, parted.take(greedy)), (200, Err(Duration::from_secs(1))));
     }
 
     #[tokio::test(start_paused = true)]

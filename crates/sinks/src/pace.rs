@@ -28,6 +28,11 @@ impl Pace {
         Self { per_second: per_second.max(1), next: Duration::ZERO }
     }
 
+    /// Changes the number of items per second, at least one.
+    pub fn set(&mut self, per_second: u32) {
+        self.per_second = per_second.max(1);
+    }
+
     /// Takes an item. Returns how long to wait before it is sent.
     pub fn take(&mut self, now: Duration) -> Duration {
         let one = Duration::from_secs(1) / self.per_second;
@@ -75,5 +80,7 @@ mod tests {
         assert_eq!(pace.take_now(later, 100), 0);
         assert_eq!(pace.take_now(later + Duration::from_millis(350), 100), 3);
         assert_eq!(pace.take_now(later + Duration::from_secs(5), 2), 2);
+        pace.set(2);
+        assert_eq!(pace.take_now(later + Duration::from_secs(10), 100), 2);
     }
 }

@@ -1,6 +1,6 @@
 //! The part for the endpoint for kubectl.
 
-use std::{net::SocketAddr, num::NonZeroU32, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use callers::{Authorized, Authorizer, SourceKind};
 use cluster::Tracker;
@@ -10,7 +10,7 @@ use identity::Identity;
 use kas_config::{Config, KubernetesApi as Section, Listen, PerCaller};
 use kube_request::headers::AnswerHeaders;
 use kubernetes_api::{
-    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Owners, Parts, Prefix, RequestRate, Settings,
+    HeadLimits, KubernetesApi, Metrics, OpenLimits, Origins, Owners, Parts, Prefix, Settings,
 };
 use net::{
     http::{Age, Limits, Protocols, Server},
@@ -20,7 +20,7 @@ use net::{
 };
 use observe::{Observer, refusals::Refusals};
 use process::{lifecycle::Lifecycle, version};
-use routing::router::Router;
+use routing::{rate_limit::RateLimit, router::Router};
 
 use super::{StartError, part::Part, reload::Reloader};
 use crate::{
@@ -56,6 +56,8 @@ pub(super) struct Uses {
     pub(super) catalog: Arc<Catalog>,
     /// `None`: proxies are not told which replica holds an agent.
     pub(super) owners: Option<Arc<dyn Owners>>,
+    /// How many requests each caller may begin at all replicas together; `None`: as many as it likes.
+    pub(super) rate: Option<Arc<RateLimit>>,
     pub(super) observer: Arc<Observer>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) refusals: Arc<Refusals>,
@@ -137,6 +139,7 @@ pub(super) async fn part(
         hub,
         catalog,
         owners,
+        rate,
         observer,
         metrics,
         refusals,
@@ -174,6 +177,7 @@ pub(super) async fn part(
         diffs: sync,
         fleet,
         owners,
+        rate,
         allowed: Box::new(move |authorized| {
             if let Some(usage) = &usage {
                 count(usage, authorized);
@@ -239,9 +243,18 @@ fn origins(config: &Config, section: &Section) -> Origins {
     Origins::new(section.allowed_origins.iter().cloned().chain(gitlab).collect())
 }
 
+/// Returns how many requests a caller may begin, before it is made a limit of all replicas; `None`: as many as
+/// it likes.
+pub(super) fn rate_per_caller(section: &Section) -> Option<RateLimit> {
+    let PerCaller { requests_per_second, burst, .. } = section.limits.per_caller;
+    // At most a million.
+    let per_minute = requests_per_second.saturating_mul(60);
+    (per_minute > 0).then(|| RateLimit::new(per_minute, burst.max(1)).steady())
+}
+
 fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> {
     let kas_config::KubernetesLimits {
-        per_caller: PerCaller { open, upgrades, requests_per_second, burst },
+        per_caller: PerCaller { open, upgrades, .. },
         head_timeout,
         stall_timeout,
         ..
@@ -258,10 +271,6 @@ fn settings(config: &Config, section: &Section) -> Result<Settings, StartError> 
         head: HeadLimits::default(),
         open: OpenLimits {
             per_caller: open as usize,
-            rate_per_caller: NonZeroU32::new(requests_per_second).map(|per_second| RequestRate {
-                per_second,
-                burst: NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN),
-            }),
             upgrades_per_caller: upgrades as usize,
             per_agent: usize::try_from(share.max(1)).unwrap_or(usize::MAX),
             answer_head: head_timeout,

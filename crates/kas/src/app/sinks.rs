@@ -42,9 +42,9 @@ pub(super) async fn part(section: &Section, uses: Uses) -> Result<Part, StartErr
         }
     };
     let sinks = Sinks::new(section, metrics);
-    let senders = Sender::all(&sinks, section, &passwords);
-    let senders = senders.map_err(|(index, source)| StartError::Sink { index, source })?;
     let HomesUses { me, tracker, sources, hub, files } = homes;
+    let senders = Sender::all(&sinks, section, &passwords, &tracker.live());
+    let senders = senders.map_err(|(index, source)| StartError::Sink { index, source })?;
     let syncs = Syncs::new(Arc::clone(&sinks), planners, Arc::clone(&files));
     let homes = Homes::new(HomesParts { sinks: Arc::clone(&sinks), me, tracker, sources, hub, files });
     let draining = Arc::clone(&homes);

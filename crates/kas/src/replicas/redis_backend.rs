@@ -278,7 +278,8 @@ impl RedisBackend {
                 match self.redis.count(name, &charges, limit.window()).await {
                     Ok(counted) => {
                         for ((token, sent), count) in unshared.into_iter().zip(counted.totals) {
-                            limit.learn(token, sent, Total { window: counted.window, count });
+                            let (window, elapsed) = (counted.window, counted.elapsed);
+                            limit.learn(token, sent, Total { window, count, elapsed });
                         }
                     }
                     Err(error) => {

@@ -7,7 +7,7 @@ use std::{
 
 use kas_config::RedisPasswords;
 use sinks::{Pace, Record, Taken, Verdict, pause};
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use super::{
     board::{Sinks, Waiting, new_id, now},
@@ -15,7 +15,7 @@ use super::{
     targets::target,
 };
 
-/// Items per second.
+/// Items per second, of all replicas: each sends its part.
 const RATE: u32 = 1_000;
 /// The least time between two looks when the rate is used up.
 const LOOK: Duration = Duration::from_millis(5);
@@ -31,6 +31,8 @@ pub(crate) struct Sender {
     sinks: Arc<Sinks>,
     waiting: Arc<Waiting>,
     target: Arc<dyn Target>,
+    /// How many replicas are alive.
+    live: watch::Receiver<usize>,
 }
 
 impl Sender {
@@ -42,17 +44,19 @@ impl Sender {
         sinks: &Arc<Sinks>,
         config: &kas_config::Sinks,
         passwords: &RedisPasswords,
+        live: &watch::Receiver<usize>,
     ) -> Result<Vec<Self>, (usize, TargetError)> {
         let sender = |(index, waiting): (usize, &Arc<Waiting>)| {
             let target = target(&waiting.config, config, passwords).map_err(|error| (index, error))?;
-            Ok(Self { sinks: Arc::clone(sinks), waiting: Arc::clone(waiting), target })
+            let (sinks, waiting) = (Arc::clone(sinks), Arc::clone(waiting));
+            Ok(Self { sinks, waiting, target, live: live.clone() })
         };
         sinks.all.iter().enumerate().map(sender).collect()
     }
 
     /// Sends until dropped.
     pub(crate) async fn run(self) {
-        let Self { sinks, waiting, target } = self;
+        let Self { sinks, waiting, target, live } = self;
         let name = waiting.config.name.as_str();
         let mut pace = Pace::new(RATE);
         let mut failures = 0_u32;
@@ -73,6 +77,7 @@ impl Sender {
                 }
             }
             let most = target.at_once().min(waiting.queue.lock().len() + 1);
+            pace.set(part(*live.borrow()));
             let allowed = pace.take_now(now, most);
             if allowed == 0 {
                 tokio::time::sleep(LOOK).await;
@@ -113,6 +118,11 @@ impl Sender {
             }
         }
     }
+}
+
+/// Returns the part of the rate that one of so many replicas has.
+fn part(replicas: usize) -> u32 {
+    RATE / u32::try_from(replicas.max(1)).unwrap_or(u32::MAX)
 }
 
 fn record(taken: &Taken<Arc<Record>>, sink: &str) -> Arc<Record> {

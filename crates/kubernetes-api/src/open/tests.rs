@@ -3,7 +3,12 @@ use callers::{Grant, Hold};
 use super::*;
 
 fn requests(limits: OpenLimits) -> Arc<OpenRequests> {
-    OpenRequests::new(limits, Arc::new(Metrics::new(&mut prometheus_client::registry::Registry::default())))
+    limited(limits, None)
+}
+
+fn limited(limits: OpenLimits, rate: Option<RateLimit>) -> Arc<OpenRequests> {
+    let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default());
+    OpenRequests::new(limits, rate.map(Arc::new), Arc::new(metrics))
 }
 
 fn agent(number: i64) -> AgentId {
@@ -119,11 +124,9 @@ fn upgrades_of_a_caller_have_a_limit_of_their_own() {
 
 #[tokio::test(start_paused = true)]
 async fn the_rate_of_a_caller_says_when_the_next_request_may_begin() {
-    let number = |number| std::num::NonZeroU32::new(number).unwrap();
     // One token in 0.2 s.
-    let rate = RequestRate { per_second: number(5), burst: number(2) };
-    let limits = OpenLimits { rate_per_caller: Some(rate), per_caller: 3, ..OpenLimits::default() };
-    let requests = requests(limits);
+    let rate = RateLimit::new(5 * 60, 2);
+    let requests = limited(OpenLimits { per_caller: 3, ..OpenLimits::default() }, Some(rate));
     let caller: Arc<str> = "a".into();
     let _first = open(&requests, Kind::Watch, "a", 1).unwrap();
     drop(requests.open_own(&caller).unwrap());

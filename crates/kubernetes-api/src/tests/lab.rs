@@ -380,6 +380,7 @@ impl Lab {
             diffs: Arc::new(FakeDiffs),
             fleet: Arc::new(FakeFleet),
             owners: None,
+            rate: None,
             allowed: Box::new({
                 let allowed = Arc::clone(&allowed);
                 move |authorized| allowed.lock().push(authorized.caller.name.to_string())
