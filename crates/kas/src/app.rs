@@ -2,50 +2,46 @@
 //! shut down. Implementations of traits are chosen only here.
 
 mod direct;
+mod error;
 mod git;
 mod hooks;
+mod identity;
 mod kubernetes;
+mod metrics;
 mod part;
 mod reload;
+mod run;
+mod servers;
 mod sinks;
 
 use std::{
-    io,
     net::SocketAddr,
-    path::PathBuf,
-    sync::{Arc, OnceLock, atomic::AtomicU64},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 
+use ::identity::jwt::JwtVerifier;
 use agent_config::AgentConfigs;
 use cluster::{Doors, InMemoryTracker, Replica, Tracker};
 use http::HeaderValue;
-use identity::{
-    FileIdentity, Identity, IfAbsent, OpenError,
-    gitlab::{CacheMetrics, GitLabIdentity, Times},
-    jwt::JwtVerifier,
-};
 use ids::ReplicaId;
 use net::{
     admin::Admin,
-    http::{AGENT, API, Age, HEADER_LIST, PEER, Protocols, Server},
-    io::{Address, Listener},
-    tls,
+    http::{HEADER_LIST, Server},
+    io::Listener,
 };
 use process::{
     files::Snapshot,
     lifecycle::{self, Lifecycle, Phase},
     version,
 };
-use prometheus_client::{
-    metrics::{gauge::Gauge, info::Info},
-    registry::Registry,
-};
-use settings::secret::ApiSecret;
-use tokio::{sync::watch, task::JoinHandle, time::Instant};
+use prometheus_client::{metrics::info::Info, registry::Registry};
+use tokio::{sync::watch, task::JoinHandle};
 
+pub use self::error::StartError;
 use self::{
-    git::{FromGitLab, Git},
+    git::Git,
+    metrics::ProcessMetrics,
     part::{Part, Parts},
     reload::{Reloader, SecretUsers},
 };
@@ -64,17 +60,16 @@ use crate::{
         registration::Registration,
     },
     mailbox::MailboxMetrics,
-    own_certificate,
     page::{Page, PageMetrics, Source},
     preflight,
     pushes::Pushes,
     registrar::Registrar,
-    replicas::{Mesh, MeshError, metrics::ReplicaMetrics},
-    sinks::{SinkMetrics, TargetError},
+    replicas::{Mesh, metrics::ReplicaMetrics},
+    sinks::SinkMetrics,
     sync,
     views::{self, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
 };
-use kas_config::{self, Attempts, Config, Problems};
+use kas_config::{self, Attempts, Config};
 use observe::Observer;
 use observe::audit::{self, AuditMetrics};
 use observe::refusals::Refusals;
@@ -86,115 +81,8 @@ use routing::{
     router::Router,
 };
 
-/// GOAWAY is sent at this share of the maximum age of an agent's connection, so that two long calls fit below
-/// it, as in 14.1.
-const AGENT_AGE_SHARE: f64 = 0.35;
-/// The same for the connections of callers.
-const API_AGE_SHARE: f64 = 0.8;
-/// Pings of another replica that are accepted at once, and the time after which one more is. A replica sends
-/// one every 3 s.
-const PEER_PINGS: (u32, Duration) = (50, Duration::from_secs(1));
-/// How long upgraded connections may take to end after their grace: until a frame ends and its client is
-/// told.
-const UPGRADES_END: Duration = Duration::from_secs(3);
-/// How long a request may take to be counted that came with the last connection.
-const LAST_ARRIVALS: Duration = Duration::from_millis(100);
 /// How long the last spans may take to be exported.
 const SPANS: Duration = Duration::from_secs(2);
-
-/// Why kas could not start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The configuration is invalid.
-    #[error("{0}")]
-    Config(Problems),
-    /// A port cannot be bound.
-    #[error("{section}.listen.address: cannot listen on {address}")]
-    Bind {
-        /// The listener.
-        section: &'static str,
-        /// Its address.
-        address: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// A certificate or key cannot be used any more, although it has just been checked.
-    #[error("{section}.listen: TLS cannot be set up")]
-    Tls {
-        /// The listener.
-        section: &'static str,
-        /// Why.
-        source: tls::Error,
-    },
-    /// The certificates of the section `redis` cannot be used any more, although they have just been checked.
-    #[error("redis.tls: {0}")]
-    Redis(String),
-    /// The certificate of the endpoint for kubectl on loopback cannot be made.
-    #[error("agent.kubernetes_api: the certificate for TLS on this host cannot be used")]
-    OwnCertificate(#[source] own_certificate::Error),
-    /// The identity file cannot be used.
-    #[error("identity.file cannot be used")]
-    Identity(#[source] OpenError),
-    /// The sources of callers of the Kubernetes API endpoint cannot be used.
-    #[error(transparent)]
-    Callers(#[from] callers::OpenError),
-    /// A header that must not be passed on. The configuration accepts none.
-    #[error("agent.kubernetes_api.extra_allowed_response_headers: {0}")]
-    AnswerHeader(kube_request::headers::NeverForwarded),
-    /// The client for GitLab cannot be created.
-    #[error("cannot create the client for GitLab")]
-    GitLab(#[source] gitlab::Error),
-    /// The certificates for Gitaly cannot be used any more, although they have just been checked.
-    #[error("gitaly.ca_certificate_file cannot be used")]
-    Gitaly(#[source] tls::Error),
-    /// The secret for GitLab was not loaded.
-    #[error("gitlab.authentication_secret_file was not read")]
-    NoSecret,
-    /// The audit log cannot be opened.
-    #[error(transparent)]
-    Audit(#[from] audit::OpenError),
-    /// The secret of proxies cannot be used any more, although it has just been checked.
-    #[error("direct.authentication_secret_file: {0}")]
-    Direct(String),
-    /// A file with rules of components cannot be used any more, although it has just been checked.
-    #[error("components.files[{index}]: {why}")]
-    Components {
-        /// The index of the file, from 0.
-        index: usize,
-        /// Why.
-        why: String,
-    },
-    /// A file with views cannot be used any more, although it has just been checked.
-    #[error("views.files[{index}]: {why}")]
-    Views {
-        /// The index of the file, from 0.
-        index: usize,
-        /// Why.
-        why: String,
-    },
-    /// A file that a sink names cannot be used any more, although it has just been checked.
-    #[error("sinks.targets[{index}]")]
-    Sink {
-        /// The index of the sink, from 0.
-        index: usize,
-        /// Why.
-        source: TargetError,
-    },
-    /// Spans cannot be exported.
-    #[error("observability.tracing: spans cannot be exported")]
-    Tracing(#[from] traces::Error),
-    /// This replica cannot find the others.
-    #[error("cannot find the other replicas")]
-    Mesh(#[from] MeshError),
-    /// The state folder cannot be created.
-    #[error("state_dir: cannot create {path}")]
-    State {
-        /// The folder.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-}
 
 /// The bound addresses; `None` for a Unix socket.
 #[derive(Clone, Copy, Debug)]
@@ -248,45 +136,6 @@ impl std::fmt::Debug for Kas {
     }
 }
 
-async fn bind(section: &'static str, listen: &kas_config::Listen) -> Result<Listener, StartError> {
-    let text = listen.address.clone();
-    let address = match listen.network {
-        kas_config::Network::Tcp => Address::Tcp(text),
-        kas_config::Network::Tcp4 => Address::Tcp4(text),
-        kas_config::Network::Tcp6 => Address::Tcp6(text),
-        kas_config::Network::Unix => Address::Unix(text.into()),
-    };
-    Listener::bind(&address).await.map_err(|source| StartError::Bind {
-        section,
-        address: address.to_string(),
-        source,
-    })
-}
-
-/// Metrics of the process.
-#[derive(Debug)]
-struct ProcessMetrics {
-    /// Tasks of the runtime; set when metrics are scraped.
-    tasks: Gauge,
-    /// Files this process may open.
-    file_limit: Gauge<u64, AtomicU64>,
-}
-
-impl ProcessMetrics {
-    /// Creates the families and registers them.
-    fn new(registry: &mut Registry) -> Self {
-        let registry = registry.sub_registry_with_prefix("kas");
-        let metrics = Self { tasks: Gauge::default(), file_limit: Gauge::default() };
-        registry.register(
-            "tasks",
-            "Tasks of this process: connections, streams and background tasks",
-            metrics.tasks.clone(),
-        );
-        registry.register("open_files_limit", "Files this process may open", metrics.file_limit.clone());
-        metrics
-    }
-}
-
 /// Returns why a replica is not ready. `started` is set once everything is served.
 fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
     let why = match (phase, started) {
@@ -297,43 +146,6 @@ fn unready(phase: Phase, started: Option<&Synced>) -> Option<String> {
         _ => "draining",
     };
     Some(why.to_owned())
-}
-
-async fn open_identity(
-    config: &Config,
-    secret: Option<&ApiSecret>,
-    registry: &mut Registry,
-    reloader: &mut Reloader,
-) -> Result<(Arc<dyn Identity>, Option<FromGitLab>), StartError> {
-    // Registered without GitLab too, so that the families always exist.
-    let lookups = Arc::new(gitlab::LookupMetrics::new(registry));
-    let cache = Arc::new(CacheMetrics::new(registry));
-    match (&config.identity, secret) {
-        (kas_config::Identity::File { file, is_default }, _) => {
-            let if_absent = if *is_default { IfAbsent::Make } else { IfAbsent::Refuse };
-            let identity = FileIdentity::open(file, if_absent).await.map_err(StartError::Identity)?;
-            Ok((Arc::new(identity), None))
-        }
-        (kas_config::Identity::GitLab(gitlab), Some(secret)) => {
-            let before = Snapshot::reading(gitlab.ca_certificate.iter().cloned().collect());
-            let client =
-                gitlab::Client::new(gitlab, secret, &gitlab::Proxies::from_env(), Arc::clone(&lookups))
-                    .map_err(StartError::GitLab)?;
-            let client = Arc::new(client);
-            reloader.gitlab(gitlab, before, Arc::clone(&client));
-            let times = Times {
-                ttl: gitlab.info_cache_ttl,
-                error_ttl: gitlab.info_cache_error_ttl,
-                renewal_without_cache: config.agent.configuration.poll_period,
-            };
-            tracing::info!(address = %gitlab.address, "agents are authenticated by GitLab");
-            let identity = GitLabIdentity::new(Arc::clone(&client) as _, times, lookups, cache);
-            let identity = Arc::new(identity);
-            Ok((Arc::clone(&identity) as _, Some(FromGitLab { client, identity })))
-        }
-        // Does not happen: secrets were loaded for this configuration.
-        (kas_config::Identity::GitLab(_), None) => Err(StartError::NoSecret),
-    }
 }
 
 impl Kas {
@@ -373,25 +185,25 @@ impl Kas {
                 Snapshot::reading(config.secret_files())
             }
         };
-        let agent_listener = bind("agent", &config.agent.listen.listen).await?;
-        let api_listener = bind("api", &config.api.listen.listen).await?;
+        let agent_listener = servers::bind("agent", &config.agent.listen.listen).await?;
+        let api_listener = servers::bind("api", &config.api.listen.listen).await?;
         let kubernetes_listener = match &config.agent.kubernetes_api {
             None => None,
-            Some(section) => Some(bind("agent.kubernetes_api", &section.listen).await?),
+            Some(section) => Some(servers::bind("agent.kubernetes_api", &section.listen).await?),
         };
         let hooks_listener = match &config.hooks {
             None => None,
-            Some(section) => Some((section.clone(), bind("hooks", &section.listen).await?)),
+            Some(section) => Some((section.clone(), servers::bind("hooks", &section.listen).await?)),
         };
         let direct_listener = match &config.direct {
             None => None,
-            Some(section) => Some((section.clone(), bind("direct", &section.listen).await?)),
+            Some(section) => Some((section.clone(), servers::bind("direct", &section.listen).await?)),
         };
         let private_listener = match config.tracker.private_api() {
             None => None,
-            Some(private_api) => Some(bind("private_api", &private_api.listen).await?),
+            Some(private_api) => Some(servers::bind("private_api", &private_api.listen).await?),
         };
-        let admin_listener = bind("observability", &config.observability.listen).await?;
+        let admin_listener = servers::bind("observability", &config.observability.listen).await?;
         let addresses = Addresses {
             agent: agent_listener.local_addr(),
             api: api_listener.local_addr(),
@@ -419,7 +231,7 @@ impl Kas {
         let certificates = Arc::new(CertificateMetrics::new(&mut registry));
         let mut reloader = Reloader::new(Certificates::new(certificates));
         let (identity, gitlab) =
-            open_identity(&config, secrets.gitlab.as_ref(), &mut registry, &mut reloader).await?;
+            identity::open(&config, secrets.gitlab.as_ref(), &mut registry, &mut reloader).await?;
         let git = Git::new(&config, gitlab.as_ref(), &mut registry, &mut reloader)?;
         let gitlab = gitlab.map(|gitlab| gitlab.client);
         let agent_tls =
@@ -737,7 +549,7 @@ impl Kas {
                 Some(mesh.rotation(move |secrets| rotated.rotate(JwtVerifier::for_replicas(secrets))));
             parts.add(replicas_part(
                 mesh,
-                private_server(&config, private_api, listener, private_tls, service),
+                servers::private(&config, private_api, listener, private_tls, service),
             ));
         }
         parts.add(planners);
@@ -822,7 +634,7 @@ impl Kas {
         });
         parts.add(
             Part::default()
-                .server(agent_server(&config, agent_listener, agent_tls, Arc::clone(&agents)))
+                .server(servers::agent(&config, agent_listener, agent_tls, Arc::clone(&agents)))
                 .task(Arc::clone(&agents).watch_identity())
                 .task(configs.run())
                 .linger({
@@ -832,7 +644,7 @@ impl Kas {
                 .end(move || agents.end_all()),
         );
         // Its requests never outlast the drain.
-        let api = api_server(&config, api_listener, api_tls, api);
+        let api = servers::api(&config, api_listener, api_tls, api);
         parts.add(Part::default().server_until(Phase::Lingering, api));
         parts.add(observe_part(audit, export));
         reloader.secrets(before, config.clone(), secrets, users);
@@ -849,93 +661,6 @@ impl Kas {
     /// Returns the lifecycle, which can shut the replica down.
     pub fn lifecycle(&self) -> Lifecycle {
         self.lifecycle.clone()
-    }
-
-    /// Serves until `leave` resolves, then drains and returns. If `hurry` resolves meanwhile, open requests
-    /// end at once.
-    pub async fn run(self, leave: impl Future<Output = ()>, hurry: impl Future<Output = ()>) {
-        let Self { config, addresses, mut parts, mut admin, started, synced, requests, lifecycle } = self;
-        let show = |address: Option<SocketAddr>, listen: &kas_config::Listen| {
-            address.map_or_else(|| listen.address.clone(), |address| address.to_string())
-        };
-        tracing::info!(
-            version = version::VERSION,
-            commit = version::COMMIT,
-            agent = show(addresses.agent, &config.agent.listen.listen),
-            api = show(addresses.api, &config.api.listen.listen),
-            kubernetes = config
-                .agent
-                .kubernetes_api
-                .as_ref()
-                .map(|section| show(addresses.kubernetes, &section.listen)),
-            direct = config.direct.as_ref().map(|section| show(addresses.direct, &section.listen)),
-            hooks = config.hooks.as_ref().map(|section| show(addresses.hooks, &section.listen)),
-            private = addresses.private.map(|address| address.to_string()),
-            observability = show(addresses.observability, &config.observability.listen),
-            "kas is serving"
-        );
-        let running = parts.start(&lifecycle);
-        // It is set only here.
-        let _ = started.set(synced);
-        leave.await;
-        let drain = async {
-            tracing::info!(delay = ?config.drain.delay, "draining: not ready, but still serving");
-            lifecycle.advance(Phase::Draining);
-            parts.drain();
-            tokio::time::sleep(config.drain.delay).await;
-            lifecycle.advance(Phase::Leaving);
-            tracing::info!(requests = requests.requests_open.get(), "leaving: open requests go on");
-            let left = Instant::now();
-            // A balancer may send new connections until they are refused. The last of them need time, too.
-            none_left(&requests.requests_open, left + config.drain.timeout / 2).await;
-            lifecycle.advance(Phase::Closing);
-            tokio::time::sleep(LAST_ARRIVALS).await;
-            none_left(&requests.requests_open, left + config.drain.timeout).await;
-            let long = requests.requests_long.get();
-            if long > 0 && config.drain.upgrade_grace > config.drain.timeout {
-                let others = requests.requests_open.get() - long;
-                tracing::info!(
-                    upgraded = long,
-                    requests = others,
-                    grace = ?config.drain.upgrade_grace,
-                    "drain timeout exceeded: upgraded connections go on, other open requests end with UNAVAILABLE"
-                );
-                parts.linger();
-                lifecycle.advance(Phase::Lingering);
-                none_left(&requests.requests_long, left + config.drain.upgrade_grace + UPGRADES_END).await;
-            }
-        };
-        let hurried = tokio::select! {
-            () = drain => false,
-            () = hurry => true,
-        };
-        let open = requests.requests_open.get();
-        if hurried && open > 0 {
-            tracing::warn!(requests = open, "second shutdown signal: open requests end with UNAVAILABLE");
-        } else if hurried {
-            tracing::warn!("second shutdown signal: exiting now");
-        } else if open > 0 {
-            tracing::warn!(requests = open, "drain timeout exceeded: open requests end with UNAVAILABLE");
-        }
-        // The other replicas are informed first. Otherwise agents whose streams end could reconnect here
-        // meanwhile.
-        parts.farewell().await;
-        parts.end();
-        lifecycle.advance(Phase::Stopped);
-        running.servers().await;
-        // After the last requests, and before metrics stop, so that lost records and spans are counted.
-        parts.finish().await;
-        // Probes are answered until the end.
-        let _ = (&mut admin.0).await;
-        drop(running);
-        tracing::info!("kas has stopped");
-    }
-}
-
-/// Waits until a gauge of requests is 0, or for the given time.
-async fn none_left(requests: &Gauge, until: Instant) {
-    while requests.get() > 0 && Instant::now() < until {
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
@@ -962,64 +687,4 @@ fn observe_part(audit: Option<Arc<audit::Sink>>, export: Option<traces::Export>)
         part = part.finish(export.finish(SPANS));
     }
     part
-}
-
-fn agent_server(
-    config: &Config,
-    listener: Listener,
-    tls: Option<tls::Live<rustls::ServerConfig>>,
-    service: Arc<AgentListener>,
-) -> Server {
-    Server {
-        listener,
-        tls,
-        protocols: if config.agent.listen.websocket { Protocols::WebSocket } else { Protocols::Http2 },
-        settings: config.limits.agents.of(AGENT),
-        limits: config.limits.connections,
-        age: Some(Age {
-            age: config.agent.listen.max_connection_age.mul_f64(AGENT_AGE_SHARE),
-            grace: config.agent.listen.max_connection_age_grace,
-        }),
-        service,
-    }
-}
-
-fn api_server(
-    config: &Config,
-    listener: Listener,
-    tls: Option<tls::Live<rustls::ServerConfig>>,
-    service: Arc<ApiListener>,
-) -> Server {
-    Server {
-        listener,
-        tls,
-        protocols: Protocols::Http2,
-        settings: config.limits.callers.of(API),
-        limits: config.limits.connections,
-        age: Some(Age { age: config.api.listen.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
-        service,
-    }
-}
-
-fn private_server(
-    config: &Config,
-    private_api: &kas_config::PrivateApi,
-    listener: Listener,
-    tls: Option<tls::Live<rustls::ServerConfig>>,
-    service: Arc<PrivateListener>,
-) -> Server {
-    Server {
-        listener,
-        tls,
-        protocols: Protocols::Http2,
-        settings: PEER,
-        limits: net::http::Limits {
-            pings: PEER_PINGS.0,
-            ping_interval: PEER_PINGS.1,
-            ..config.limits.connections
-        },
-        // After GOAWAY, a peer opens another link. Open requests stay on the old one.
-        age: Some(Age { age: private_api.max_connection_age.mul_f64(API_AGE_SHARE), grace: None }),
-        service,
-    }
 }

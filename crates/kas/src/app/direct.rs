@@ -6,15 +6,11 @@ use cluster::{Doors, Tracker};
 use ids::ReplicaId;
 use kas_config::{Config, Direct as Section};
 use kubernetes_api::Prefix;
-use net::{
-    http::{Age, Protocols, Server},
-    io::Listener,
-    tls,
-};
+use net::{io::Listener, tls};
 use observe::refusals::Refusals;
 use routing::registry::TunnelRegistry;
 
-use super::{StartError, part::Part, reload::Reloader};
+use super::{StartError, part::Part, reload::Reloader, servers};
 use crate::direct::{self, DirectListener, DirectMetrics, Owners, ProxySecret};
 
 /// Open streams of one connection of a proxy.
@@ -61,17 +57,6 @@ pub(super) fn part(config: &Config, bound: Bound, uses: Uses) -> (Part, Arc<Owne
     let owners = Arc::new(direct::Owners { me, doors, tracker, tunnels, secret: bound.secret, metrics });
     let prefix = config.agent.kubernetes_api.as_ref().map(|section| Prefix::new(&section.url_path_prefix));
     let service = DirectListener::new(Arc::clone(&owners), prefix, refusals, config.limits.attempts);
-    let server = Server {
-        listener: bound.listener,
-        tls: bound.tls,
-        protocols: Protocols::Http1And2,
-        settings: net::http::API.with_streams(STREAMS, RESETS),
-        limits: config.limits.connections,
-        age: Some(Age {
-            age: config.api.listen.max_connection_age.mul_f64(super::API_AGE_SHARE),
-            grace: None,
-        }),
-        service,
-    };
+    let server = servers::http(config, bound.listener, bound.tls, (STREAMS, RESETS), service);
     (Part::default().server(server), owners)
 }

@@ -6,15 +6,11 @@ use cluster::Tracker;
 use grpc::service::LocalService;
 use ids::ReplicaId;
 use kas_config::{Config, Hooks as Section};
-use net::{
-    http::{Age, Protocols, Server},
-    io::Listener,
-    tls,
-};
+use net::{io::Listener, tls};
 use observe::{Observer, refusals::Refusals};
 use routing::{peer::Peers, router::Router};
 
-use super::part::Part;
+use super::{part::Part, servers};
 use crate::{
     hooks::{Delivering, Desk, HookListener, HookQueries, Parts, Receivers},
     mailbox::{MailboxMetrics, Post, Readers},
@@ -65,18 +61,7 @@ pub(super) fn part(
     let delivering = Delivering::new(Arc::clone(&desk), Receivers { router, observer });
     let readers = Readers::new(Arc::clone(&post), sync.held_agents());
     let service = HookListener::new(desk, refusals, config.limits.attempts);
-    let server = Server {
-        listener: bound.listener,
-        tls: bound.tls,
-        protocols: Protocols::Http1And2,
-        settings: net::http::API.with_streams(STREAMS, RESETS),
-        limits: config.limits.connections,
-        age: Some(Age {
-            age: config.api.listen.max_connection_age.mul_f64(super::API_AGE_SHARE),
-            grace: None,
-        }),
-        service,
-    };
+    let server = servers::http(config, bound.listener, bound.tls, (STREAMS, RESETS), service);
     let (draining, leaving) = (Arc::clone(&post), Arc::clone(&post));
     let part = Part::default()
         .server(server)

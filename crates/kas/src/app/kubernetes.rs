@@ -201,7 +201,7 @@ pub(super) async fn part(
         },
         limits,
         age: Some(Age {
-            age: config.api.listen.max_connection_age.mul_f64(super::API_AGE_SHARE),
+            age: config.api.listen.max_connection_age.mul_f64(super::servers::API_AGE_SHARE),
             grace: None,
         }),
         service: Arc::clone(&service) as _,
