@@ -44,36 +44,27 @@ pub(crate) async fn components(
         .await?;
     let gaps = answer.agents.iter().map(|agent| (agent.agent_id, agent.agent_name.as_str(), &agent.missing));
     let exit = warn(gaps, &answer.unanswered);
-    match format {
-        Format::Json => {
-            let document = Json {
-                agents: answer.agents.iter().map(AgentJson::of_components).collect(),
-                unanswered: answer.unanswered.iter().map(UnansweredJson::from).collect(),
-            };
-            output.json_document(&document).await?;
-        }
-        Format::Table => {
-            let row = |agent: &AgentComponents, it: &RunningComponent| {
-                [
-                    agent.agent_id.to_string(),
-                    agent.agent_name.clone(),
-                    it.name.clone(),
-                    it.namespace.clone(),
-                    it.version.clone(),
-                    // Without a workload, the version is not known, but that of the API is.
-                    if it.version_from.is_empty() { it.apis.join(",") } else { it.version_from.clone() },
-                    it.service.clone(),
-                ]
-            };
-            let rows: Vec<_> = answer
-                .agents
-                .iter()
-                .flat_map(|agent| agent.components.iter().map(move |it| row(agent, it)))
-                .collect();
-            print(&mut output, COMPONENT_TITLES, rows, "no components found").await?;
-        }
-    }
+    let agents = answer.agents.iter().map(AgentJson::of_components).collect();
+    let rows = || {
+        let agents = answer.agents.iter();
+        agents.flat_map(|agent| agent.components.iter().map(move |it| component(agent, it))).collect()
+    };
+    let none = "no components found";
+    print(&mut output, format, Json::new(agents, &answer.unanswered), COMPONENT_TITLES, rows, none).await?;
     Ok(exit)
+}
+
+fn component(agent: &AgentComponents, it: &RunningComponent) -> [String; 7] {
+    [
+        agent.agent_id.to_string(),
+        agent.agent_name.clone(),
+        it.name.clone(),
+        it.namespace.clone(),
+        it.version.clone(),
+        // Without a workload, the version is not known, but that of the API is.
+        if it.version_from.is_empty() { it.apis.join(",") } else { it.version_from.clone() },
+        it.service.clone(),
+    ]
 }
 
 /// Prints installed applications of clusters.
@@ -97,44 +88,42 @@ pub(crate) async fn applications(
         .await?;
     let gaps = answer.agents.iter().map(|agent| (agent.agent_id, agent.agent_name.as_str(), &agent.missing));
     let exit = warn(gaps, &answer.unanswered);
-    match format {
-        Format::Json => {
-            let document = Json {
-                agents: answer.agents.iter().map(AgentJson::of_applications).collect(),
-                unanswered: answer.unanswered.iter().map(UnansweredJson::from).collect(),
-            };
-            output.json_document(&document).await?;
-        }
-        Format::Table => {
-            let row = |agent: &AgentApplications, it: &InstalledApplication| {
-                [
-                    agent.agent_id.to_string(),
-                    agent.agent_name.clone(),
-                    it.namespace.clone(),
-                    it.instance.clone(),
-                    it.name.clone(),
-                    it.version.clone(),
-                    it.by.join(","),
-                    it.status.clone(),
-                ]
-            };
-            let rows: Vec<_> = answer
-                .agents
-                .iter()
-                .flat_map(|agent| agent.applications.iter().map(move |it| row(agent, it)))
-                .collect();
-            print(&mut output, APPLICATION_TITLES, rows, "no applications found").await?;
-        }
-    }
+    let agents = answer.agents.iter().map(AgentJson::of_applications).collect();
+    let rows = || {
+        let agents = answer.agents.iter();
+        agents.flat_map(|agent| agent.applications.iter().map(move |it| application(agent, it))).collect()
+    };
+    let none = "no applications found";
+    print(&mut output, format, Json::new(agents, &answer.unanswered), APPLICATION_TITLES, rows, none).await?;
     Ok(exit)
 }
 
+fn application(agent: &AgentApplications, it: &InstalledApplication) -> [String; 8] {
+    [
+        agent.agent_id.to_string(),
+        agent.agent_name.clone(),
+        it.namespace.clone(),
+        it.instance.clone(),
+        it.name.clone(),
+        it.version.clone(),
+        it.by.join(","),
+        it.status.clone(),
+    ]
+}
+
+/// Prints an answer: `rows` under `titles`, or the document.
 async fn print<const N: usize>(
     output: &mut Output,
+    format: Format,
+    document: Json<'_>,
     titles: [&str; N],
-    rows: Vec<[String; N]>,
+    rows: impl FnOnce() -> Vec<[String; N]>,
     none: &str,
 ) -> Result<(), Failure> {
+    if format == Format::Json {
+        return output.json_document(&document).await;
+    }
+    let rows = rows();
     if rows.is_empty() {
         note(none);
         return Ok(());
@@ -166,6 +155,12 @@ fn warn<'a>(
 struct Json<'a> {
     agents: Vec<AgentJson<'a>>,
     unanswered: Vec<UnansweredJson<'a>>,
+}
+
+impl<'a> Json<'a> {
+    fn new(agents: Vec<AgentJson<'a>>, unanswered: &'a [UnansweredAgent]) -> Self {
+        Self { agents, unanswered: unanswered.iter().map(UnansweredJson::from).collect() }
+    }
 }
 
 #[derive(Serialize)]
