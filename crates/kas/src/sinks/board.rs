@@ -35,6 +35,13 @@ pub(super) struct Known {
     pub(super) labels: Option<LabelsOfAgent>,
 }
 
+impl Known {
+    /// Whether it has the same name and project as another one.
+    pub(super) fn is_named_as(&self, other: &Self) -> bool {
+        (self.id, self.project, &self.name) == (other.id, other.project, &other.name)
+    }
+}
+
 impl From<&Connection> for Known {
     fn from(connection: &Connection) -> Self {
         Self {
@@ -132,6 +139,11 @@ impl Sinks {
     pub(super) fn need_labels(&self, kind: Kind) -> bool {
         let mut sinks = self.all.iter().filter(|sink| sink.config.news.contains(&kind));
         sinks.any(|sink| sink.config.agents.needs_labels())
+    }
+
+    /// Returns which of the sinks want news of this kind of an agent.
+    pub(super) fn wanting(&self, kind: Kind, agent: &Known) -> Vec<bool> {
+        self.all.iter().map(|sink| sink.wants(kind, agent)).collect()
     }
 
     /// Whether a sink wants news of this kind of an agent.

@@ -232,7 +232,9 @@ impl Homes {
             for located in &list.connections {
                 connected.insert(located.connection.agent);
                 let agent = self.labels.add(Known::from(&*located.connection));
+                // Without its labels, its events would have to be read again for the sinks that select by them.
                 if !wanted.contains_key(&agent.id)
+                    && !self.labels.are_awaited(agent.id)
                     && sinks.want_of(Kind::Events, &agent)
                     && self.is_home(members, agent.id)
                 {
@@ -244,7 +246,9 @@ impl Homes {
         reading.retain(|id, reading| match wanted.get(id) {
             Some(agent) => {
                 reading.away = None;
-                *agent == reading.agent
+                // What other sinks want now is told from the beginning.
+                agent.is_named_as(&reading.agent)
+                    && sinks.wanting(Kind::Events, agent) == sinks.wanting(Kind::Events, &reading.agent)
             }
             // Its labels are others now, or its home.
             None if connected.contains(id) => false,

@@ -23,6 +23,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 const AGAIN_UNKNOWN: Duration = Duration::from_secs(5);
 /// For how long the labels of an agent are kept that is away.
 const AWAY: Duration = Duration::from_secs(600);
+/// For how long the labels of an agent that has just come are waited for.
+const AWAITED: Duration = Duration::from_secs(5);
 /// Agents that are looked at together.
 const TOGETHER: usize = 500;
 
@@ -32,6 +34,8 @@ pub(super) type LabelsOfAgent = Arc<BTreeMap<String, String>>;
 struct Entry {
     /// The last that was known.
     labels: Option<LabelsOfAgent>,
+    /// Since when they are wanted.
+    since: Instant,
     /// When they are looked at again.
     next: Instant,
     /// Since when nobody asks for them.
@@ -63,6 +67,13 @@ impl Labels {
         Known { labels, ..agent }
     }
 
+    /// Whether the labels of an agent may become known in a moment.
+    pub(super) fn are_awaited(&self, agent: AgentId) -> bool {
+        let agents = self.agents.lock();
+        let entry = agents.get(&agent);
+        entry.is_some_and(|entry| entry.labels.is_none() && entry.since.elapsed() < AWAITED)
+    }
+
     /// Sets the agents whose labels are wanted.
     pub(super) fn want(&self, agents: impl Iterator<Item = AgentId>) {
         if self.files.is_none() {
@@ -74,7 +85,8 @@ impl Labels {
             entry.away.get_or_insert(now);
         }
         for agent in agents {
-            let entry = known.entry(agent).or_insert(Entry { labels: None, next: now, away: None });
+            let entry =
+                known.entry(agent).or_insert(Entry { labels: None, since: now, next: now, away: None });
             entry.away = None;
         }
         known.retain(|_, entry| entry.away.is_none_or(|since| now - since < AWAY));
@@ -155,6 +167,7 @@ mod tests {
             labels.want([agent(1), agent(2)].into_iter());
             tokio::time::sleep(Duration::from_secs(1)).await;
             assert_eq!((env(&labels, 1).as_deref(), env(&labels, 2)), (Some("prod"), None));
+            assert_eq!([1, 2, 3].map(|id| labels.are_awaited(agent(id))), [false, true, false]);
             let before = labels.version();
             // Of an agent that has just come, the file is known soon.
             files.0.lock().insert(agent(2), "test".to_owned());
