@@ -4,8 +4,8 @@
 //! The browser gets some files, and then one stream of server-sent events. `feed` creates the events, only
 //! while the page has viewers. `shown` defines their content.
 //!
-//! The page with the trees of clusters ([`of_clusters`]) is another one, on the endpoint for kubectl: there its
-//! user gives it a credential, and it reads views as every client does.
+//! The page with the trees of clusters (`of_clusters`) is another one, on the endpoint for kubectl: there
+//! its user gives it a credential, and it reads views as every client does.
 
 mod clusters;
 mod feed;

@@ -1,9 +1,10 @@
 //! Rate limits of all replicas together: a token bucket for each token of an agent, and for each caller of
 //! the HTTP endpoint if those are limited.
 //!
-//! Of agents: 14.1 counts every stream, which limits an agent to 100 requests per minute. Here only what an agent does
-//! without need is charged: transport connections, and tunnels that it ends before they carried a request.
-//! Attempts with an invalid token are charged separately. What kas ended or asked to move is not charged.
+//! Of agents: 14.1 counts every stream, which limits an agent to 100 requests per minute. Here only what an
+//! agent does without need is charged: transport connections, and tunnels that it ends before they carried a
+//! request. Attempts with an invalid token are charged separately. What kas ended or asked to move is not
+//! charged.
 //!
 //! The limit applies to all replicas together. Replicas that share a Redis add their counts there, and charge
 //! themselves the counts of the others ([`RateLimit::shared`]). A token can exceed the limit by what is not

@@ -91,8 +91,8 @@ pub struct NewRow {
     pub time: i64,
     /// The labels, `key=value` joined by commas.
     pub labels: String,
-    /// What controls the object, such as `StatefulSet/db`; empty: nothing. Of a pod that a deployment makes, it
-    /// is the deployment.
+    /// What controls the object, such as `StatefulSet/db`; empty: nothing. Of a pod that a deployment makes,
+    /// it is the deployment.
     pub owner: String,
     /// The cells, as many as the columns need or fewer.
     pub cells: Vec<String>,

@@ -118,8 +118,8 @@ pub struct KubernetesLimits {
     pub idle_timeout: Duration,
 }
 
-/// Section `agent.kubernetes_api.limits.per_caller`. Open requests are those of one replica, the rate is that of
-/// all.
+/// Section `agent.kubernetes_api.limits.per_caller`. Open requests are those of one replica, the rate is that
+/// of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerCaller {
     /// Open requests.

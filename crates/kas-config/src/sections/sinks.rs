@@ -99,12 +99,13 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Sinks {
         let allow = "Networks that webhooks may be sent to although they are on loopback, link-local or in deny.";
         let allow = networks(s, "allow", allow);
         let doc = "The sinks. Each is {name, agents, news, webhook} or one with redis or log instead of webhook. name: \
-                   unique; a part of metrics and keys. agents: whose news: all, or id=7|9, project=3, name=prod-*, labels \
-                   of kas.yaml such as env=prod, joined by commas. news: events (of the Kubernetes API), agents (that come and go), syncs (that fail and \
-                   recover). webhook: {url, token_file, ca_certificate_file}; token_file has a bearer token. redis: publish \
-                   (on the channel <redis.key_prefix>:kas:agent:<id>) or stream (<redis.key_prefix>:kas:sink:<name>, of \
-                   about stream_length items, default 100000); the section redis says where. log: true writes into the log \
-                   of kas. buffer: {items, bytes}, what may wait for the sink, at most and by default 10000 and 16777216.";
+                   unique; a part of metrics and keys. agents: whose news: all, or id=7|9, project=3, name=prod-*, \
+                   labels of kas.yaml such as env=prod, joined by commas. news: events (of the Kubernetes API), agents \
+                   (that come and go), syncs (that fail and recover). webhook: {url, token_file, ca_certificate_file}; \
+                   token_file has a bearer token. redis: publish (on the channel <redis.key_prefix>:kas:agent:<id>) or \
+                   stream (<redis.key_prefix>:kas:sink:<name>, of about stream_length items, default 100000); the \
+                   section redis says where. log: true writes into the log of kas. buffer: {items, bytes}, what may \
+                   wait for the sink, at most and by default 10000 and 16777216.";
         let mut names = HashSet::new();
         let targets = s.items("targets", doc, |s, _| {
             let sink = sink(s);

@@ -243,8 +243,8 @@ fn origins(config: &Config, section: &Section) -> Origins {
     Origins::new(section.allowed_origins.iter().cloned().chain(gitlab).collect())
 }
 
-/// Returns how many requests a caller may begin, before it is made a limit of all replicas; `None`: as many as
-/// it likes.
+/// Returns how many requests a caller may begin, before it is made a limit of all replicas; `None`: as many
+/// as it likes.
 pub(super) fn rate_per_caller(section: &Section) -> Option<RateLimit> {
     let PerCaller { requests_per_second, burst, .. } = section.limits.per_caller;
     // At most a million.

@@ -100,8 +100,8 @@ pub(super) fn private(
     }
 }
 
-/// A server for HTTP clients that ask kas itself: senders of webhooks, and proxies. `streams`: the open streams
-/// of one connection, and those that kas may have to reset.
+/// A server for HTTP clients that ask kas itself: senders of webhooks, and proxies. `streams`: the open
+/// streams of one connection, and those that kas may have to reset.
 pub(super) fn http(
     config: &Config,
     listener: Listener,

@@ -198,8 +198,8 @@ impl Homes {
                 sinks.tell(&agent, news);
                 continue;
             }
-            // Its configuration stream begins after its tunnels, so its labels may not be known yet. Who was not
-            // told that it came is not told that it left.
+            // Its configuration stream begins after its tunnels, so its labels may not be known yet. Who was
+            // not told that it came is not told that it left.
             sinks.tell_to(To::Unlabelled, &agent, news.clone());
             if change.is_connected && untold.is_none() {
                 arrived.0.insert(agent.id, (Instant::now(), agent, news));
@@ -232,7 +232,8 @@ impl Homes {
             for located in &list.connections {
                 connected.insert(located.connection.agent);
                 let agent = self.labels.add(Known::from(&*located.connection));
-                // Without its labels, its events would have to be read again for the sinks that select by them.
+                // Without its labels, its events would have to be read again for the sinks that select by
+                // them.
                 if !wanted.contains_key(&agent.id)
                     && !self.labels.are_awaited(agent.id)
                     && sinks.want_of(Kind::Events, &agent)

@@ -309,7 +309,8 @@ impl Director {
     /// # Errors
     /// If something is not allowed any more, or nobody answers for long.
     async fn ask_again(&mut self) -> Result<(), Status> {
-        // Answers that are due soon are too old to be used again, so these are questions to the API server too.
+        // Answers that are due soon are too old to be used again, so these are questions to the API server
+        // too.
         let soon = Instant::now() + AGAIN.saturating_sub(reviews::YES);
         let due = self.attached.iter().filter(|(_, attached)| attached.next <= soon);
         let asking: Vec<_> = due
