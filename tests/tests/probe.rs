@@ -29,7 +29,7 @@ const PATIENT: [&str; 4] = ["--timeout", "60s", "--noticed-after", "60s"];
 struct Stage {
     mesh: Mesh,
     agents: Vec<Agentk>,
-    _api: DemoApi,
+    api: DemoApi,
     dir: TempDir,
 }
 
@@ -46,14 +46,19 @@ impl Stage {
         mesh.meshed().await?;
         let dir = TempDir::with_prefix("probe-test-")?;
         write_private(&dir.path().join("secret"), &BASE64_STANDARD.encode(mesh.api_secret()))?;
-        Ok(Self { mesh, agents, _api: api, dir })
+        Ok(Self { mesh, agents, api, dir })
     }
 
     /// Starts a probe at this replica. Its report is JSON; returns when it has begun.
     async fn probe(&self, n: usize, args: &[&str]) -> Result<Probe> {
+        self.probe_at(n, &[&["--for", "10m", "--rate", "50"], args].concat()).await
+    }
+
+    /// Starts a probe with this rate and time.
+    async fn probe_at(&self, n: usize, args: &[&str]) -> Result<Probe> {
         let kasctl = tokio::task::spawn_blocking(|| program("kasctl")).await??;
         let mut child = Command::new(kasctl)
-            .args(["probe", "--for", "10m", "--rate", "50", "-o", "json"])
+            .args(["probe", "-o", "json"])
             .args(args)
             .env("KASCTL_ADDRESS", format!("grpc://{}", self.mesh.kas(n).api))
             .env("KASCTL_SECRET_FILE", self.dir.path().join("secret"))
@@ -103,9 +108,14 @@ impl Probe {
     }
 
     /// Sends the signal of Ctrl-C, and returns the exit code and the report.
-    async fn end(mut self) -> Result<(Option<i32>, Value)> {
+    async fn end(self) -> Result<(Option<i32>, Value)> {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed())).context("it runs")?;
         kill_process(pid, Signal::INT)?;
+        self.report().await
+    }
+
+    /// Waits for its end, and returns the exit code and the report.
+    async fn report(mut self) -> Result<(Option<i32>, Value)> {
         let mut text = String::new();
         let mut stdout = self.child.stdout.take().context("a pipe")?;
         // Both pipes are read, so that neither fills up.
@@ -205,5 +215,23 @@ async fn an_agent_that_is_lost_for_a_while_is_noticed_as_a_gap() -> Result<()> {
     assert!(longest["failed"].as_u64().is_some_and(|failed| failed > 0), "{longest}");
     let text = report["verdict"]["text"].as_str().context("a text")?;
     assert!(text.contains("without an answer of an agent"), "{text}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn agents_that_were_never_asked_are_not_judged() -> Result<()> {
+    let mut stage = Stage::start(1, &[0]).await?;
+    let second = Agentk::start_with(stage.mesh.agents(0), &token(2), &stage.api.url()).await?;
+    second.connected().await?;
+    stage.agents.push(second);
+    // The second request is due at the end, so it is not sent.
+    let args = [&["all", "--for", "1s", "--rate", "1"], &PATIENT[..]].concat();
+    let (code, report) = stage.probe_at(0, &args).await?.report().await?;
+    assert_eq!((code, &report["verdict"]["noticed"]), (Some(8), &Value::Null), "{report:#}");
+    assert_eq!(
+        report["verdict"]["reasons"],
+        serde_json::json!(["1 agent was never asked: raise --rate or --for"])
+    );
+    assert_eq!(number(&report, "/agents/1/due"), 0, "{report:#}");
     Ok(())
 }

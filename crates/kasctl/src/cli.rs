@@ -70,6 +70,7 @@ Exit codes:
   5    the agent is not connected, or nothing was sent to it or its cluster: trying again is safe
   6    the list is partial: a replica of kas did not answer
   7    the outcome is unknown: sent to the agent, but without a complete response
+  8    'probe': not judged, because it did not see enough
   22   'request --fail', and the HTTP status is 400 or more
   130  interrupted
 

@@ -30,6 +30,8 @@ pub(crate) enum Exit {
     /// The request was sent to the agent, but has no complete response: unless it only reads, it may have had
     /// an effect.
     Unknown = 7,
+    /// The probe did not see enough to say whether somebody would have noticed.
+    NotJudged = 8,
     /// With `--fail`: the HTTP status of the cluster is 400 or more.
     HttpStatus = 22,
     /// Ctrl-C, with the number that shells use.

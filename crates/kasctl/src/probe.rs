@@ -16,6 +16,7 @@ mod verdict;
 use std::{
     path::{Path, PathBuf},
     pin::Pin,
+    rc::Rc,
     time::Duration,
 };
 
@@ -57,10 +58,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_OPEN: usize = 2_000;
 /// How often the list of replicas is read.
 const REFRESH: Duration = Duration::from_secs(2);
-/// How many agents are asked before the start.
-const CHECKED: usize = 100;
-/// How many of them at once.
-const CHECKED_AT_ONCE: usize = 10;
+/// How many agents are asked at once before the start.
+const CHECKED_AT_ONCE: usize = 20;
 /// How long open requests are awaited after Ctrl-C.
 const LINGER: Duration = Duration::from_secs(1);
 /// How many addresses the first lines name.
@@ -79,7 +78,7 @@ struct Prepared {
 ///
 /// # Errors
 /// [`Failure::Probe`] if it cannot run; the report cannot be written. If somebody would have noticed, the
-/// result is [`Exit::Failure`].
+/// result is [`Exit::Failure`], and if the probe did not see enough, [`Exit::NotJudged`].
 pub(crate) async fn run(
     settings: Settings,
     output: Output,
@@ -155,18 +154,19 @@ async fn selected(client: &Client, selector: &Selector) -> Result<Vec<AgentId>, 
     if found.is_empty() { Err(Failure::NoConnectedAgent) } else { Ok(found) }
 }
 
-/// Sends one request to each agent, and through each address: the probe begins while all is well.
+/// Sends one request to each agent, and through each address: the probe begins while all is well. A request
+/// that has to be sent again enters at the same address, as another one would hide that this one is dead.
 async fn check(
     agents: &[AgentId],
     entrances: &Entrances,
     manner: &Manner,
     timeout: Duration,
 ) -> Result<(), Failure> {
-    let number = agents.len().max(entrances.len()).min(CHECKED);
-    let checks = (0..number as u64).map(|number| async move {
-        let (order, through) = order(number, agents, entrances, Instant::now() + timeout);
-        let agent = order.agent;
-        match send(manner, order).await.miss {
+    let checks = (0..agents.len().max(entrances.len())).map(|turn| async move {
+        let (first, agent) = (entrances.in_turn(turn), agents[turn % agents.len()]);
+        let through = first.url.to_string();
+        let (second, deadline) = (Rc::clone(&first), Instant::now() + timeout);
+        match send(manner, Order { number: turn as u64, agent, deadline, first, second }).await.miss {
             None => Ok(()),
             Some(miss) => Err(Failure::NotWell { through, agent, why: miss.text }),
         }
@@ -178,12 +178,11 @@ async fn check(
     Ok(())
 }
 
-/// Returns a request, and where it enters.
-fn order(number: u64, agents: &[AgentId], entrances: &Entrances, deadline: Instant) -> (Order, String) {
+/// Returns a request.
+fn order(number: u64, agents: &[AgentId], entrances: &Entrances, deadline: Instant) -> Order {
     let turn = usize::try_from(number % agents.len() as u64).unwrap_or(0);
     let (first, second) = entrances.pick(number, turn, agents.len());
-    let through = first.url.to_string();
-    (Order { number, agent: agents[turn], deadline, first, second }, through)
+    Order { number, agent: agents[turn], deadline, first, second }
 }
 
 /// Sends requests until the end or Ctrl-C, prints what it sees, and then the report.
@@ -199,6 +198,7 @@ async fn probe(
     let mut screen = Screen::new(stream);
     let mut tally = Tally::new(&agents, args.rate, args.noticed_after);
     let path = printable(&args.path.path);
+    let entered = entrances.urls();
     let started = process::clock::wall();
     let is_read = introduce(&mut screen, &agents, &entrances, args, &path).is_ok();
 
@@ -217,7 +217,7 @@ async fn probe(
             _ = interrupts.recv() => is_interrupted = true,
             () = sleep_until(due), if due < end => {
                 let now = Instant::now();
-                let (order, _) = order(number, &agents, &entrances, now + timeout);
+                let order = order(number, &agents, &entrances, now + timeout);
                 if open.len() < MAX_OPEN {
                     tally.sent(number, order.agent, now - start, now - due);
                     open.push(send(&manner, order));
@@ -261,7 +261,7 @@ async fn probe(
     drop(open);
 
     let ended = start.elapsed();
-    let Some(verdict) = verdict(&tally, args.noticed_after, ended) else {
+    let Some(verdict) = verdict(&tally, args.noticed_after, ended, &entered) else {
         screen.end("").await?;
         return Err(Failure::NoOutcome);
     };
@@ -287,7 +287,7 @@ async fn probe(
     if format == Format::Json {
         unless_closed(output.json_document(&report).await)?;
     }
-    Ok(if verdict.is_noticed { Exit::Failure } else { Exit::Ok })
+    Ok(verdict.exit())
 }
 
 /// Ignores that the reader of the output has left: the file and the exit code may still be wanted.

@@ -14,7 +14,7 @@ use crate::{
 pub(super) const PROBE_HELP: &str = "\
 Examples:
   kasctl probe 7                      agent 7, 20 requests a second, for ten minutes or until Ctrl-C
-  kasctl probe name=prod-* --rate 100 --for 30m
+  kasctl probe 'name=prod-*' --rate 100 --for 30m
   kasctl probe --address grpc://kas.kas.svc:8153 --secret-file /etc/kas/api-secret
   kasctl probe 7 --through grpc://10.0.0.2:8153,grpc://10.0.0.3:8153 --json probe.json
   kasctl probe 7 --for 5m -o json | jq -e '.verdict.noticed == false'
@@ -22,8 +22,12 @@ Examples:
 Start it, then do what you are afraid of: delete a pod, drain a node, restart all replicas, cut a network. The last \
 line says whether somebody would have noticed, and so does the exit code:
   0  nobody: every request was answered, and none took longer than --noticed-after
-  1  somebody: the last lines say which requests failed or were late, when, and why
-  2  the command line is wrong, or the probe could not run: it begins only if every agent answers
+  1  somebody: the last lines say which requests failed or were late, when, and why. Also if no request at all was \
+answered through one of the replicas, although others answered instead
+  2  the command line is wrong, or the probe could not run. It begins only if every agent answers: before the start, \
+it asks each agent once, 20 of them at a time, and through each replica
+  8  not judged: the probe itself stood still for longer than --noticed-after, or an agent or a replica was never \
+asked; raise --rate or --for
 
 Each request is GET /version (or --path), which agentk sends to the API server of its cluster with its own \
 credentials; it only reads. Requests are due at a fixed rate, however long the earlier ones take. Each has --timeout \
@@ -55,7 +59,8 @@ stable: fields may be added, but are not changed or removed. Times are in millis
    \"slowest\":[{\"agent_id\",\"at_ms\",\"duration_ms\",\"attempts\",\"entered\",\"served\"}],
    \"failures\":[{\"kind\",\"text\",\"count\",\"at_ms\",\"agent_id\",\"entered\"}], \"failures_more\",
    \"probe_late_ms\"}
-probe_late_ms is how late the probe itself was at worst: if it is large, this machine was too busy to judge kas.";
+noticed is null if it was not judged. probe_late_ms is how late the probe itself was at worst: if it is large, this \
+machine was too busy to judge kas.";
 
 /// Which agents are asked.
 #[derive(Debug, Clone)]

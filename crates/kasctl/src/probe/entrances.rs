@@ -149,6 +149,16 @@ impl Entrances {
         self.list.len()
     }
 
+    /// Returns the URLs of the addresses.
+    pub(super) fn urls(&self) -> Vec<Rc<str>> {
+        self.list.iter().map(|entrance| Rc::clone(&entrance.url)).collect()
+    }
+
+    /// Returns one of the addresses: they take turns.
+    pub(super) fn in_turn(&self, number: usize) -> Rc<Entrance> {
+        Rc::clone(&self.list[number % self.list.len()])
+    }
+
     /// Returns the addresses, without their schemes.
     pub(super) fn places(&self) -> Vec<&str> {
         self.list.iter().map(|entrance| entrance.place()).collect()
