@@ -5,7 +5,7 @@ use clap::Args;
 pub(super) const COMPONENTS_HELP: &str = "\
 Examples:
   kasctl components all
-  kasctl components name=prod-* -n monitoring
+  kasctl components 'name=prod-*' -n monitoring
   kasctl components all -o json | jq -r '.agents[] | select(any(.components[]; .name == \"prometheus\")).id'
 
 Known software: Prometheus, Flux, Argo CD, cert-manager, ingress controllers, Gateway API, meshes, Trivy, policy \

@@ -5,7 +5,7 @@ use clap::Args;
 pub(super) const GET_HELP: &str = "\
 Examples:
   kasctl get pods --agents all
-  kasctl get pods --agents name=prod-* -n shop -l app=web --watch
+  kasctl get pods --agents 'name=prod-*' -n shop -l app=web --watch
   kasctl get pods --agents id=7 --filter 'restarts>3,phase!=Running' --columns status,restarts,node
   kasctl get workloads --agents project=3
   kasctl get summary --agents all                 numbers of nodes, namespaces, pods and deployments

@@ -11,7 +11,7 @@ pub(super) const KUBECONFIG_HELP: &str = "\
 Examples:
   kasctl kubeconfig --url https://kas.example.com/ --token-file ~/.kube/kas.token
                                       a context for every agent that the token reaches
-  kasctl kubeconfig name=prod-* --url https://kas.example.com/ --token-file ~/.kube/kas.token
+  kasctl kubeconfig 'name=prod-*' --url https://kas.example.com/ --token-file ~/.kube/kas.token
   kasctl kubeconfig --agent 7 --use --url https://kas.example.com/ --pat-file ~/.kube/gitlab.token
   kasctl kubeconfig --url https://kas.example.com/ --ci --kubeconfig kubeconfig
   kasctl login --issuer https://gitlab.example.com --client-id 1234

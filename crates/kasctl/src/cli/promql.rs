@@ -9,7 +9,7 @@ use crate::{credential_source::Source, duration, kas_url::KasUrl};
 pub(super) const PROMQL_HELP: &str = "\
 Examples:
   kasctl promql all 'sum by (agent) (up)' --url https://kas.example.com/ --token-file token
-  kasctl promql env=prod,name=eu-* 'sum(rate(http_errors[5m])) / sum(rate(http_requests[5m]))' --url … --token-file …
+  kasctl promql 'env=prod,name=eu-*' 'sum(rate(http_errors[5m])) / sum(rate(http_requests[5m]))' --url … --token-file …
   kasctl promql id=7 'up' --range 1h --step 1m --url … --token-file …     each minute of the last hour
   kasctl promql all 'up == 0' --require-all --url … --token-file …        an error if an agent does not answer
 
