@@ -129,7 +129,10 @@ fn check(file: Option<&PathBuf>) -> anyhow::Result<ExitCode> {
             for warning in warnings {
                 println!("warning: {warning}");
             }
-            println!("the configuration is good");
+            match file {
+                Some(file) => println!("{}: the configuration is good", file.display()),
+                None => println!("no file was given: the defaults are good"),
+            }
             Ok(ExitCode::SUCCESS)
         }
         Err(problems) => Ok(wrong(&problems)),

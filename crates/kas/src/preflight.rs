@@ -125,15 +125,18 @@ fn files(config: &Config) -> Findings {
     let mut findings = Findings::default();
     let private = config.tracker.private_api();
     let listeners = [
-        ("agent", &config.agent.listen.listen, "the tokens of agents"),
-        ("api", &config.api.listen.listen, "the tokens of callers"),
+        ("agent", &config.agent.listen.listen, "the tokens of agents travel"),
+        ("api", &config.api.listen.listen, "the tokens of callers travel"),
     ];
-    let private_listener = private.map(|private| ("private_api", &private.listen, "the tokens of replicas"));
+    let private_listener =
+        private.map(|private| ("private_api", &private.listen, "the tokens of replicas travel"));
     let kubernetes = config.agent.kubernetes_api.as_ref();
-    let kubernetes = kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users"));
-    let hooks = config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen, "keys and tokens of hooks"));
+    let kubernetes =
+        kubernetes.map(|api| ("agent.kubernetes_api", &api.listen, "the tokens of users travel"));
+    let hooks =
+        config.hooks.as_ref().map(|hooks| ("hooks", &hooks.listen, "keys and tokens of hooks travel"));
     let direct = config.direct.as_ref();
-    let direct_listener = direct.map(|direct| ("direct", &direct.listen, "the secret of proxies"));
+    let direct_listener = direct.map(|direct| ("direct", &direct.listen, "the secret of proxies travels"));
     let more = private_listener.into_iter().chain(kubernetes).chain(hooks).chain(direct_listener);
     for (section, listen, what) in listeners.into_iter().chain(more) {
         let Some(files) = &listen.tls else {
@@ -141,7 +144,7 @@ fn files(config: &Config) -> Findings {
                 findings.warning(
                     format!("{section}.listen"),
                     format!(
-                        "{what} travel in plain text beyond this host: give certificate_file and key_file, unless \
+                        "{what} in plain text beyond this host: give certificate_file and key_file, unless \
                          a proxy in front of it terminates TLS"
                     ),
                 );

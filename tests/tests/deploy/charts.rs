@@ -501,7 +501,7 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
             .with_context(|| format!("{}: {}", case.name, fs::read_to_string(&file).unwrap_or_default()))?;
         assert!(said.contains("the configuration is good"), "{}: {said}", case.name);
         // Without certificates, a proxy or a mesh encrypts, which kas cannot know.
-        let plain = "travel in plain text beyond this host";
+        let plain = "in plain text beyond this host";
         let (plain, others): (Vec<&str>, Vec<&str>) =
             said.lines().filter(|line| line.starts_with("warning:")).partition(|line| line.contains(plain));
         let listeners = match case.name.as_ref() {
