@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::tools::{helm_one, here, output, render, text, yaml};
 
 /// Returns folders, each with the equivalent chart and values.
-fn pairs() -> [(&'static str, &'static str, Value); 8] {
+fn pairs() -> [(&'static str, &'static str, Value); 9] {
     let secrets = json!({
         "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
         "agents": { "existingSecret": "kas-agents" },
@@ -27,6 +27,10 @@ fn pairs() -> [(&'static str, &'static str, Value); 8] {
     hooks["hooks"] =
         json!({ "enabled": true, "secrets": [{ "agent": 7, "existingSecret": "kas-hooks-of-7" }] });
     hooks["tls"] = json!({ "hooks": { "existingSecret": "kas-hooks-tls" } });
+    let mut files = secrets.clone();
+    files["agents"]["configurations"] =
+        json!({ "demo": { "observability": { "logging": { "level": "info" } } } });
+    files["agents"]["kasFiles"] = json!({ "demo": { "labels": { "env": "prod" } } });
     let gitlab = json!({
         "secrets": { "privateApi": { "existingSecret": "kas-private-api" } },
         "gitlab": { "address": "https://gitlab.example.com", "existingSecret": "gitlab-kas-secret" },
@@ -40,6 +44,7 @@ fn pairs() -> [(&'static str, &'static str, Value); 8] {
     };
     [
         ("kas/base", "kas", secrets),
+        ("kas/overlays/agent-files", "kas", files),
         ("kas/overlays/gitlab", "kas", gitlab),
         ("kas/overlays/hooks", "kas", hooks),
         ("kas/overlays/ingress", "kas", ingress),
@@ -78,8 +83,9 @@ async fn comparable(objects: &[Value]) -> Result<BTreeMap<String, Value>> {
         if object["kind"] == "ConfigMap" {
             object["metadata"]["name"] =
                 without_hash(object["metadata"]["name"].as_str().context("a name")?).into();
-            let config = yaml(object["data"]["kas.yaml"].as_str().context("a configuration")?).await?;
-            object["data"]["kas.yaml"] = config.into();
+            for file in object["data"].as_object_mut().context("data")?.values_mut() {
+                *file = yaml(file.as_str().context("a text")?).await?.into();
+            }
         }
         let key = format!("{} {}", object["kind"], object["metadata"]["name"]);
         assert!(found.insert(key.clone(), object).is_none(), "{key} twice");

@@ -103,7 +103,7 @@ agent:
     certificate_file: ""
     key_file: ""
     {{- end }}
-  {{- if .Values.agents.configurations }}
+  {{- if or .Values.agents.configurations .Values.agents.kasFiles }}
   configuration:
     folder: /etc/kas/configurations
     git: ""
