@@ -9,7 +9,7 @@ mod readers;
 #[cfg(feature = "fuzzing")]
 pub use self::convert::fuzz;
 pub(crate) use self::{
-    convert::{MAX_MESSAGE, batch, header, header_to_wire, id, id_to_wire, replies},
+    convert::{MAX_MESSAGE, MOST_HEADERS, batch, header_to_wire, headers, id, id_to_wire, replies},
     metrics::MailboxMetrics,
     post::{Deliver, Post, Sent},
     readers::Readers,

@@ -23,7 +23,7 @@ use super::{
     verify,
 };
 use crate::{
-    mailbox::{header_to_wire, id, id_to_wire},
+    mailbox::{MOST_HEADERS, header_to_wire, id, id_to_wire},
     sync::ask,
 };
 
@@ -43,7 +43,7 @@ const RETRY_AFTER: &str = "30";
 /// The id of a hook, and the number of replicas that have it.
 const ID: &str = "kas-hook-id";
 const COPIES: &str = "kas-mailbox-copies";
-/// Bytes of the headers that are kept.
+/// Bytes of the headers that are kept. Of their number, see [`MOST_HEADERS`].
 const HEADER_BYTES: usize = 32 << 10;
 
 /// The service of the listener.
@@ -175,7 +175,10 @@ impl Refused {
         match self {
             Self::NotFound => (StatusCode::NOT_FOUND, "the path is /hooks/v1/AGENT/HOOK\n"),
             Self::Method => (StatusCode::METHOD_NOT_ALLOWED, "hooks are sent with POST\n"),
-            Self::Headers => (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "the headers are too large\n"),
+            Self::Headers => (
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+                "the headers for the receiver are too many or too large: at most 100, and 32 KiB\n",
+            ),
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "the body is too large\n"),
             Self::Slow => (StatusCode::REQUEST_TIMEOUT, "the body did not come within 10 s\n"),
             Self::Broken => (StatusCode::BAD_REQUEST, "the body is not complete\n"),
@@ -222,7 +225,7 @@ fn kept(headers: &HeaderMap) -> Result<Vec<Header>, Refused> {
         .map(|(name, value)| (name.as_str().into(), Bytes::copy_from_slice(value.as_bytes())))
         .collect();
     let bytes: usize = kept.iter().map(|(name, value)| name.len() + value.len()).sum();
-    if bytes > HEADER_BYTES { Err(Refused::Headers) } else { Ok(kept) }
+    if bytes > HEADER_BYTES || kept.len() > MOST_HEADERS { Err(Refused::Headers) } else { Ok(kept) }
 }
 
 impl Service for HookListener {
@@ -360,5 +363,11 @@ mod tests {
         assert_eq!(kept(&headers).unwrap().len(), 1);
         headers.insert("x-github-large", HeaderValue::from_bytes(&vec![b'x'; HEADER_BYTES]).unwrap());
         assert_eq!(kept(&headers), Err(Refused::Headers));
+        let many = |count: usize| {
+            let one = |n| (format!("x-github-{n}").parse::<http::HeaderName>().unwrap(), HeaderValue::from(n));
+            kept(&(0..count).map(one).collect()).map(|kept| kept.len())
+        };
+        // Another replica would not take more.
+        assert_eq!((many(MOST_HEADERS), many(MOST_HEADERS + 1)), (Ok(100), Err(Refused::Headers)));
     }
 }

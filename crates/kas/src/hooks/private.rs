@@ -45,7 +45,7 @@ fn arrived(request: AcceptRequest, largest: usize) -> Result<Arrived, Status> {
         id: mailbox::id(&request.id)?,
         agent,
         hook: request.hook,
-        headers: request.headers.into_iter().map(mailbox::header).collect::<Result<_, _>>()?,
+        headers: mailbox::headers(request.headers)?,
         body: request.body,
         key: request.key,
         // It is only for the audit log.
@@ -78,9 +78,9 @@ impl Mailbox for Here {
     ) -> Result<Response<ExchangeResponse>, Status> {
         let request = request.into_inner();
         let from = ReplicaId::new(&request.replica);
-        let batch = mailbox::batch(request)?;
+        let (batch, was_read) = mailbox::batch(request)?;
         let answer = self.desk.post.receive(&from, batch);
-        Ok(Response::new(mailbox::replies(&answer)))
+        Ok(Response::new(mailbox::replies(&answer, &was_read)))
     }
 
     async fn define(&self, request: Request<DefineRequest>) -> Result<Response<DefineResponse>, Status> {

@@ -1,6 +1,6 @@
 //! From the messages of the private API to those of the crate `mailbox`, with checks, and back.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use agent_config::kas_yaml::hooks::{MOST_BYTES, is_file_name};
 use bytes::Bytes;
@@ -13,8 +13,8 @@ use tonic::Status;
 
 /// The largest message of the private API about hooks, in bytes: a body of 25 MiB, and what is beside it.
 pub(crate) const MAX_MESSAGE: usize = 28 << 20;
-/// The most headers of a hook.
-const MOST_HEADERS: usize = 100;
+/// The most headers of a hook. The edge refuses more, as no other replica would take them.
+pub(crate) const MOST_HEADERS: usize = 100;
 /// All their names and values.
 const HEADER_BYTES: usize = 64 << 10;
 /// The longest reason, in bytes.
@@ -50,7 +50,7 @@ fn hash(bytes: &[u8]) -> Result<[u8; 32], Status> {
 ///
 /// # Errors
 /// If it cannot be a header of HTTP.
-pub(crate) fn header(wire: HookHeader) -> Result<Header, Status> {
+fn header(wire: HookHeader) -> Result<Header, Status> {
     let wrong = || Status::invalid_argument("headers: expected a name in lower case, and a value");
     let is_lower = !wire.name.bytes().any(|byte| byte.is_ascii_uppercase());
     let is_name = http::HeaderName::from_bytes(wire.name.as_bytes()).is_ok();
@@ -65,10 +65,17 @@ pub(crate) fn header_to_wire((name, value): &Header) -> HookHeader {
     HookHeader { name: name.to_string(), value: value.clone() }
 }
 
-fn headers(wire: Vec<HookHeader>) -> Result<Arc<[Header]>, Status> {
+/// Reads the headers of a hook.
+///
+/// # Errors
+/// If there are too many, or one of them is none of HTTP.
+pub(crate) fn headers<A: FromIterator<Header>>(wire: Vec<HookHeader>) -> Result<A, Status> {
     let bytes: usize = wire.iter().map(|header| header.name.len() + header.value.len()).sum();
     if wire.len() > MOST_HEADERS || bytes > HEADER_BYTES {
-        return Err(Status::invalid_argument("headers: there are too many"));
+        return Err(Status::invalid_argument(format!(
+            "headers: {} of {bytes} bytes, and {MOST_HEADERS} of {HEADER_BYTES} bytes are allowed",
+            wire.len()
+        )));
     }
     wire.into_iter().map(header).collect()
 }
@@ -150,11 +157,38 @@ fn definition(wire: HookDefinition) -> Result<Definition, Status> {
     })
 }
 
-/// Reads a question of another replica.
+/// Which items of a question could be read, in its order.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct WasRead {
+    offers: Vec<bool>,
+    messages: Vec<bool>,
+    definitions: Vec<bool>,
+}
+
+/// Reads items. One that is invalid is left out, so that it does not hold up the others.
+fn items<W, T>(
+    what: &str,
+    wire: Vec<W>,
+    was_read: &mut Vec<bool>,
+    read: impl Fn(W) -> Result<T, Status>,
+) -> Vec<T> {
+    let mut items = Vec::with_capacity(wire.len());
+    for item in wire {
+        let item = read(item).inspect_err(|status| {
+            tracing::debug!(what, %status, "something that another replica tells about hooks is invalid");
+        });
+        was_read.push(item.is_ok());
+        items.extend(item);
+    }
+    items
+}
+
+/// Reads a question of another replica. Items that are invalid are left out: [`replies`] says to them that
+/// they are not held.
 ///
 /// # Errors
-/// If something in it is invalid or too large.
-pub(crate) fn batch(wire: ExchangeRequest) -> Result<Batch, Status> {
+/// If there are too many items.
+pub(crate) fn batch(wire: ExchangeRequest) -> Result<(Batch, WasRead), Status> {
     if [wire.offers.len(), wire.messages.len(), wire.definitions.len()].iter().any(|len| *len > MOST_ITEMS) {
         return Err(Status::invalid_argument(format!("at most {MOST_ITEMS} items are read")));
     }
@@ -166,12 +200,14 @@ pub(crate) fn batch(wire: ExchangeRequest) -> Result<Batch, Status> {
             state: state(wire.state)?,
         })
     };
-    Ok(Batch {
+    let mut was_read = WasRead::default();
+    let batch = Batch {
         run: wire.run,
-        offers: wire.offers.into_iter().map(offer).collect::<Result<_, _>>()?,
-        messages: wire.messages.into_iter().map(message).collect::<Result<_, _>>()?,
-        definitions: wire.definitions.into_iter().map(definition).collect::<Result<_, _>>()?,
-    })
+        offers: items("an offer", wire.offers, &mut was_read.offers, offer),
+        messages: items("a hook", wire.messages, &mut was_read.messages, message),
+        definitions: items("definitions", wire.definitions, &mut was_read.definitions, definition),
+    };
+    Ok((batch, was_read))
 }
 
 /// Writes a question for another replica.
@@ -221,21 +257,22 @@ pub(super) fn answer(wire: ExchangeResponse) -> Answer {
     }
 }
 
-/// Writes an answer for another replica.
-pub(crate) fn replies(answer: &Answer) -> ExchangeResponse {
-    let replies = |replies: &[Reply]| {
-        let wire = |reply: &Reply| match reply {
-            Reply::Later => 0,
-            Reply::Held => 1,
-            Reply::Wanted => 2,
+/// Writes an answer for another replica. What could not be read is to be asked again later.
+pub(crate) fn replies(answer: &Answer, was_read: &WasRead) -> ExchangeResponse {
+    let replies = |replies: &[Reply], was_read: &[bool]| {
+        let mut replies = replies.iter();
+        let mut wire = |was_read: &bool| match was_read.then(|| replies.next()).flatten() {
+            Some(Reply::Later) | None => 0,
+            Some(Reply::Held) => 1,
+            Some(Reply::Wanted) => 2,
         };
-        replies.iter().map(wire).collect()
+        was_read.iter().map(&mut wire).collect()
     };
     ExchangeResponse {
         run: answer.run,
-        offers: replies(&answer.offers),
-        messages: replies(&answer.messages),
-        definitions: replies(&answer.definitions),
+        offers: replies(&answer.offers, &was_read.offers),
+        messages: replies(&answer.messages, &was_read.messages),
+        definitions: replies(&answer.definitions, &was_read.definitions),
     }
 }
 
@@ -253,10 +290,11 @@ pub fn fuzz(bytes: &[u8]) {
     let member = |id: &ids::ReplicaId| Member { id: id.clone(), epoch: 1 };
     mailbox.set_members(vec![member(&me), member(&other)], Time(0));
     if let Ok(wire) = ExchangeRequest::decode(bytes)
-        && let Ok(read) = batch(wire)
+        && let count = [wire.offers.len(), wire.messages.len(), wire.definitions.len()]
+        && let Ok((read, was_read)) = batch(wire)
     {
         assert_eq!(
-            batch(batch_to_wire("b", &read)).ok().as_ref(),
+            batch(batch_to_wire("b", &read)).ok().map(|(again, _)| again).as_ref(),
             Some(&read),
             "it is read as it is written"
         );
@@ -265,11 +303,61 @@ pub fn fuzz(bytes: &[u8]) {
             (answer.offers.len(), answer.messages.len(), answer.definitions.len()),
             (read.offers.len(), read.messages.len(), read.definitions.len())
         );
+        let replied = replies(&answer, &was_read);
+        let replied = [replied.offers.len(), replied.messages.len(), replied.definitions.len()];
+        assert_eq!(replied, count, "each item has its reply");
         mailbox.tick(Time(0));
         assert!(mailbox.totals(Time(0)).bytes <= 2 * limits.bytes);
         while mailbox.next_exchange(Time(0)).is_some() {}
     }
     if let Ok(wire) = ExchangeResponse::decode(bytes) {
         mailbox.answered(&other, Ok(&answer(wire)), Time(0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hook(number: u128, headers: usize) -> HookMessage {
+        let header = |n| HookHeader { name: format!("x-github-{n}"), value: Bytes::from_static(b"1") };
+        HookMessage {
+            id: id_to_wire(MessageId(number)),
+            agent_id: 7,
+            hook: "push".to_owned(),
+            headers: (0..headers).map(header).collect(),
+            version: 1,
+            ..HookMessage::default()
+        }
+    }
+
+    #[test]
+    fn an_invalid_item_does_not_hold_up_the_others() {
+        let offer = |number: u128, agent_id| HookOffer {
+            id: id_to_wire(MessageId(number)),
+            agent_id,
+            version: 1,
+            state: 0,
+        };
+        let asked = ExchangeRequest {
+            replica: "b".to_owned(),
+            run: 3,
+            offers: vec![offer(8, 0), offer(9, 7)],
+            messages: vec![hook(1, 1), hook(2, MOST_HEADERS + 1), hook(3, MOST_HEADERS)],
+            definitions: vec![HookDefinition { agent_id: 7, ..HookDefinition::default() }],
+        };
+        let (read, was_read) = batch(asked).unwrap();
+        let ids: Vec<u128> = read.messages.iter().map(|message| message.id.0).collect();
+        assert_eq!((ids, read.offers.len(), read.definitions.len()), (vec![1, 3], 1, 0));
+        let answer = Answer {
+            run: 5,
+            offers: vec![Reply::Wanted],
+            messages: vec![Reply::Held, Reply::Held],
+            definitions: Vec::new(),
+        };
+        let told = replies(&answer, &was_read);
+        assert_eq!((told.offers, told.messages, told.definitions), (vec![0, 2], vec![1, 0, 1], vec![0]));
+        let too_many = ExchangeRequest { offers: vec![offer(1, 7); MOST_ITEMS + 1], ..ExchangeRequest::default() };
+        assert!(batch(too_many).is_err());
     }
 }
