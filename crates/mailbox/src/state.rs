@@ -17,6 +17,9 @@ use crate::{
     peer::{Key, Peer},
 };
 
+/// The reason of a dead letter that was dropped because there were too many.
+const DROPPED: &str = "dropped: there were too many dead letters";
+
 /// A hook that has arrived and was verified.
 #[derive(Clone, Debug)]
 pub struct NewHook {
@@ -176,7 +179,8 @@ impl Mailbox {
         others.map(|replica| Target { replica: replica.clone(), there }).collect()
     }
 
-    /// Keeps a hook.
+    /// Keeps a hook. A repetition by its sender is the hook that is kept already: if that one is a dead letter,
+    /// it is delivered again, and if it was dropped as one, this one is kept as a new hook.
     ///
     /// # Errors
     /// See [`Refused`]. Nothing is kept then.
@@ -185,9 +189,16 @@ impl Mailbox {
             return Err(Refused::NotReady);
         }
         let NewHook { id, agent, hook, dedup, headers, body } = new;
-        let known = dedup.and_then(|dedup| self.dedup.get(&(agent, dedup)).copied());
-        let known = known.or_else(|| self.entries.contains_key(&id).then_some(id));
-        if let Some(id) = known {
+        if let Some(id) = dedup.and_then(|dedup| self.repeated(agent, dedup)) {
+            if let Some(entry) = self.entries.get(&id)
+                && entry.message.state == State::Dead
+            {
+                self.check_room(agent, entry.size())?;
+                self.replay(id, now);
+            }
+            return Ok(Accepted { id, is_repetition: true });
+        }
+        if self.entries.contains_key(&id) {
             return Ok(Accepted { id, is_repetition: true });
         }
         let size = entry::size(&headers, &body);
@@ -210,6 +221,15 @@ impl Mailbox {
         let targets = self.targets(agent, There::Copy);
         self.insert(Entry { message, accepted: now, changed: now, due: now, in_flight: false, targets });
         Ok(Accepted { id, is_repetition: false })
+    }
+
+    /// Returns the message that one with this hash repeats. One that was dropped is never delivered, so nothing
+    /// repeats it.
+    fn repeated(&self, agent: AgentId, dedup: [u8; 32]) -> Option<MessageId> {
+        let id = *self.dedup.get(&(agent, dedup))?;
+        let message = &self.entries.get(&id)?.message;
+        let is_dropped = message.state == State::Over && &*message.reason == DROPPED;
+        (!is_dropped).then_some(id)
     }
 
     /// Whether a message of this size may wait.
@@ -263,8 +283,10 @@ impl Mailbox {
     /// Adds an entry and sends it to the other holders.
     pub(crate) fn insert(&mut self, entry: Entry) {
         let (id, agent) = (entry.message.id, entry.message.agent);
-        if let Some(dedup) = entry.message.dedup {
-            self.dedup.entry((agent, dedup)).or_insert(id);
+        if let Some(dedup) = entry.message.dedup
+            && self.repeated(agent, dedup).is_none()
+        {
+            self.dedup.insert((agent, dedup), id);
         }
         self.entries.insert(id, entry);
         self.lanes.entry(agent).or_default().ids.insert(id);
@@ -422,7 +444,7 @@ impl Mailbox {
             if now.since(changed) >= limits.dead {
                 self.remove(id);
             } else if self.dead_bytes > limits.dead_bytes {
-                self.move_to(id, State::Over, "dropped: there were too many dead letters", now);
+                self.move_to(id, State::Over, DROPPED, now);
             } else {
                 break;
             }

@@ -165,6 +165,56 @@ fn a_repetition_by_the_sender_is_kept_once() {
 }
 
 #[test]
+fn a_repetition_of_a_dead_letter_is_delivered_again() {
+    let limits = Limits { agent_messages: 1, ..Limits::default() };
+    let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);
+    mailbox.set_members(members(&["a"]), NOW);
+    let id = mailbox.accept(hook(1, 7, Some(1)), NOW).unwrap().id;
+    mailbox.set_present(agent(7), true);
+    mailbox.next_delivery(NOW).unwrap();
+    mailbox.delivered(id, Outcome::Dead("404"), 0.0, NOW);
+    // Only if there is room for it.
+    let other = mailbox.accept(hook(2, 7, Some(2)), NOW).unwrap().id;
+    assert_eq!(mailbox.accept(hook(3, 7, Some(1)), NOW), Err(Refused::Agent));
+    mailbox.next_delivery(NOW).unwrap();
+    mailbox.delivered(other, Outcome::Done, 0.0, NOW);
+    let again = mailbox.accept(hook(4, 7, Some(1)), NOW).unwrap();
+    assert_eq!(again, Accepted { id, is_repetition: true });
+    let delivery = mailbox.next_delivery(NOW).unwrap();
+    assert_eq!((delivery.message.id, delivery.attempt), (id, 1));
+    // While it is delivered, it is kept once.
+    assert_eq!(mailbox.accept(hook(5, 7, Some(1)), NOW), Ok(again));
+    mailbox.delivered(id, Outcome::Done, 0.0, NOW);
+    assert_eq!(mailbox.accept(hook(6, 7, Some(1)), NOW), Ok(again));
+    assert!(mailbox.next_delivery(NOW).is_none(), "it was delivered");
+}
+
+#[test]
+fn a_repetition_of_a_dropped_hook_is_a_new_one_at_both_holders() {
+    let limits = Limits { dead_bytes: 0, ..Limits::default() };
+    let mut all = ["a", "b"].map(|name| {
+        let mut mailbox = Mailbox::new(replica(name), 1, limits, NOW);
+        mailbox.set_members(members(&["a", "b"]), NOW);
+        mailbox
+    });
+    let home = index_of(&all, &all[0].order(agent(7))[0]);
+    let id = all[home].accept(hook(1, 7, Some(1)), NOW).unwrap().id;
+    all[home].set_present(agent(7), true);
+    all[home].next_delivery(NOW).unwrap();
+    all[home].delivered(id, Outcome::Dead("404"), 0.0, NOW);
+    assert_eq!(all[home].tick(NOW), (0, 1));
+    settle(&mut all, NOW);
+    let new = all[home].accept(hook(2, 7, Some(1)), NOW).unwrap();
+    assert_eq!(new, Accepted { id: MessageId(2), is_repetition: false });
+    settle(&mut all, NOW);
+    for mailbox in &mut all {
+        let again = mailbox.accept(hook(3, 7, Some(1)), NOW).unwrap();
+        assert_eq!(again, Accepted { id: new.id, is_repetition: true });
+    }
+    assert_eq!(all[home].next_delivery(NOW).unwrap().message.id, new.id);
+}
+
+#[test]
 fn too_many_are_refused_and_nothing_is_dropped_for_them() {
     let limits = Limits { agent_messages: 2, bytes: 5 * 1024, over: 3, ..Limits::default() };
     let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);
