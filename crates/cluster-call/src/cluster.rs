@@ -14,7 +14,7 @@ use observe::{
 use routing::router::Router;
 use tokio::{sync::Semaphore, time::Instant};
 
-use crate::{Budget, Call, Opened, Request, Response, cancels, open, send};
+use crate::{Budget, Call, Opened, Request, Response, cancels, open, send, send_for_status};
 
 /// What the requests of a [`Cluster`] have in common.
 #[derive(Clone, Debug)]
@@ -51,6 +51,8 @@ pub struct Cluster {
     permits: Arc<Semaphore>,
     /// What responses may hold together; `None`: there is no such limit.
     budget: Option<Arc<Budget>>,
+    /// Whether only the status of a response matters.
+    for_status: bool,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -64,7 +66,7 @@ impl Cluster {
     pub fn new(router: Arc<Router>, observer: Arc<Observer>, settings: ClusterSettings) -> Self {
         let actor = Actor { issuer: "kas".to_owned(), subject: Some(settings.task.clone()) };
         let permits = Arc::new(Semaphore::new(settings.at_once.max(1)));
-        Self { router, observer, settings, actor: Arc::new(actor), permits, budget: None }
+        Self { router, observer, settings, actor: Arc::new(actor), permits, budget: None, for_status: false }
     }
 
     /// Names who asked for the task, for the audit log.
@@ -79,13 +81,19 @@ impl Cluster {
         Self { budget: Some(budget), ..self }
     }
 
+    /// Says that only the status of each response matters, see [`send_for_status`].
+    #[must_use]
+    pub fn for_status(self) -> Self {
+        Self { for_status: true, ..self }
+    }
+
     /// Returns the same API server for another task, which shares the limit of requests at once.
     #[must_use]
     pub fn with_task(&self, task: String, impersonation: Option<Impersonation>) -> Self {
         let permits = Arc::clone(&self.permits);
         let settings = ClusterSettings { task, impersonation, ..self.settings.clone() };
         let cluster = Self::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings);
-        Self { permits, budget: self.budget.clone(), ..cluster }
+        Self { permits, budget: self.budget.clone(), for_status: self.for_status, ..cluster }
     }
 
     /// Sends a request, and reads its complete response. It waits while too many others are open.
@@ -100,12 +108,12 @@ impl Cluster {
         let _permit = self.permits.acquire().await;
         let begun = self.begin("short", &request);
         let mut ending = Ending { record: begun.record.clone(), end: None };
-        let answer = send(
-            &self.router,
-            begun.named(request, &self.settings),
-            begun.call(&self.settings, self.budget.as_deref()),
-        )
-        .await;
+        let request = begun.named(request, &self.settings);
+        let call = begun.call(&self.settings, self.budget.as_deref());
+        let answer = match self.for_status {
+            true => send_for_status(&self.router, request, call).await,
+            false => send(&self.router, request, call).await,
+        };
         ending.end = Some(match &answer {
             Ok(response) => (u16::try_from(response.status).ok(), "upstream", response.body.len() as u64),
             Err(_) => (None, "tunnel", 0),

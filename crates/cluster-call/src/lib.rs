@@ -11,9 +11,9 @@ mod budget;
 mod cluster;
 mod service;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use grpc::{Code, Deadline, Status};
 use http::{HeaderMap, HeaderValue, Method};
@@ -103,6 +103,50 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
     let answer = route(router, call, body, false, ChosenAgentk::default()).await?;
     let admit = |bytes| budget.map_or(Ok(()), |budget| budget.take(bytes));
     within(deadline, kas_end::read_response_within(answer, max_body, admit)).await
+}
+
+/// How long the body of a response may take whose status alone matters.
+const REST: Duration = Duration::from_secs(5);
+
+/// As [`send`], for a request of which only the status of the response matters. Of the body, the beginning is
+/// kept, at most [`Call::max_body`] bytes of what comes within 5 s. A body that is larger, slower or incomplete
+/// is no error.
+///
+/// # Errors
+/// As of [`send`], until the head of the response is there.
+///
+/// # Cancel safety
+/// As of [`send`].
+pub async fn send_for_status(router: &Router, request: Request, call: Call<'_>) -> Result<Response, Status> {
+    let body = grpc::full(messages(request, call.impersonation)?);
+    let (deadline, max_body) = (call.deadline, call.max_body);
+    let answer = route(router, call, body, false, ChosenAgentk::default()).await?;
+    judged(ResponseReader::new(answer), deadline, max_body).await
+}
+
+/// Reads the head of a response, and what comes of its body.
+async fn judged<B>(
+    mut reading: ResponseReader<B>,
+    deadline: Deadline,
+    max_body: usize,
+) -> Result<Response, Status>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+    B::Error: Into<grpc::BoxError>,
+{
+    let head = within(deadline, reading.head()).await?;
+    let mut content = BytesMut::new();
+    let rest = async {
+        while content.len() < max_body
+            && let Ok(Some(mut data)) = reading.data().await
+        {
+            data.truncate(max_body - content.len());
+            content.extend_from_slice(&data);
+        }
+    };
+    // The receiver has answered, so whatever else is the matter, the request was served.
+    let _ = tokio::time::timeout(REST, rest).await;
+    Ok(Response { status: head.status_code, head, body: content.freeze() })
 }
 
 /// A response that is read part by part.
@@ -232,5 +276,55 @@ async fn within<T>(
             let text = "the API server's response was not complete before the deadline";
             Err(Status::new(Code::DeadlineExceeded, text).with_outcome(grpc::Outcome::Unknown))
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::StreamExt as _;
+    use http_body_util::BodyExt as _;
+    use proto::gitlab::agent::grpctool::{HttpResponse, http_response};
+
+    use super::*;
+
+    /// An answer with status 202, parts of a body, and then nothing more, or its end.
+    fn answer(parts: &[usize], ends: bool) -> grpc::Body {
+        let message = |message| grpc::encode(&HttpResponse { message: Some(message) });
+        let response = prototool::HttpResponse { status_code: 202, ..prototool::HttpResponse::default() };
+        let head = http_response::Header { response: Some(response) };
+        let mut messages = vec![message(http_response::Message::Header(head))];
+        messages.extend(parts.iter().map(|length| {
+            let data = http_response::Data { data: vec![b'x'; *length].into() };
+            message(http_response::Message::Data(data))
+        }));
+        if ends {
+            messages.push(message(http_response::Message::Trailer(http_response::Trailer {})));
+        }
+        let sent = stream::iter(messages).map(|data| Ok::<_, grpc::BoxError>(Frame::data(data)));
+        match ends {
+            true => grpc::boxed(StreamBody::new(sent)),
+            false => grpc::boxed(StreamBody::new(sent.chain(stream::pending()))),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_counts_however_large_slow_or_broken_the_body_is() {
+        let deadline = || Deadline::after(Duration::from_secs(30));
+        for (parts, ends, kept) in
+            [(&[][..], true, 0), (&[60, 60], true, 100), (&[200], false, 100), (&[10], false, 10)]
+        {
+            let read = judged(ResponseReader::new(answer(parts, ends)), deadline(), 100).await.unwrap();
+            assert_eq!((read.status, read.body.len()), (202, kept), "{parts:?}");
+        }
+        // The agent is gone in the middle of the body, and before the head.
+        let broken = || Err::<Frame<Bytes>, grpc::BoxError>("gone".into());
+        let head = answer(&[], false).into_data_stream().take(1).map(|data| data.map(Frame::data));
+        let head = grpc::boxed(StreamBody::new(head.chain(stream::iter([broken()]))));
+        assert_eq!(judged(ResponseReader::new(head), deadline(), 100).await.unwrap().status, 202);
+        let nothing = grpc::boxed(StreamBody::new(stream::iter([broken()])));
+        assert!(judged(ResponseReader::new(nothing), deadline(), 100).await.is_err());
+        let silent = grpc::boxed(StreamBody::new(stream::pending::<Result<Frame<Bytes>, grpc::BoxError>>()));
+        let late = judged(ResponseReader::new(silent), deadline(), 100).await.unwrap_err();
+        assert_eq!(late.code(), Code::DeadlineExceeded);
     }
 }

@@ -20,7 +20,7 @@ use crate::mailbox::{Deliver, Sent};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a delivery may wait for a tunnel.
 const FIND: Duration = Duration::from_secs(5);
-/// The largest answer that is read, in bytes. Nothing of it is used.
+/// How much of an answer is read, in bytes. The status says what it means, and the rest is discarded.
 const ANSWER: usize = 1 << 20;
 /// How much of an error is kept, in characters.
 const REASON: usize = 200;
@@ -71,7 +71,7 @@ impl Deliver for Delivering {
             max_body: ANSWER,
         };
         let Receivers { router, observer } = &self.receivers;
-        let cluster = Cluster::new(Arc::clone(router), Arc::clone(observer), settings);
+        let cluster = Cluster::new(Arc::clone(router), Arc::clone(observer), settings).for_status();
         match send(&cluster, hook, &message, attempt).await {
             Ok(sent) => sent,
             Err(status) => match failure(&status) {
