@@ -9,7 +9,7 @@ use ids::{Actor, AgentId, TokenHash};
 use mailbox::{Header, MessageId, NewHook, Refused};
 use observe::{Observer, audit::Rule};
 use parking_lot::Mutex;
-use tokio::time::Instant;
+use tokio::{sync::Semaphore, time::Instant};
 
 use super::{
     secrets::Secrets,
@@ -21,6 +21,8 @@ use crate::mailbox::{MailboxMetrics, Post};
 const NEW_HOME: Duration = Duration::from_secs(600);
 /// How long the sender waits for the second copy.
 const COPY_WITHIN: Duration = Duration::from_secs(5);
+/// Hooks that are verified at once: the others wait.
+const VERIFIED: usize = 100;
 /// Hooks of one name per second, and at once.
 const RATE: f64 = 10.0;
 /// Rates that are remembered. Of more, all are forgotten: each hook may come ten times again.
@@ -58,6 +60,7 @@ pub(crate) struct Desk {
     observer: Arc<Observer>,
     parsed: Mutex<Parsed>,
     rates: Mutex<Rates>,
+    verifying: Semaphore,
 }
 
 /// A hook that came to some replica.
@@ -100,6 +103,7 @@ impl Desk {
             observer,
             parsed: Mutex::default(),
             rates: Mutex::default(),
+            verifying: Semaphore::new(VERIFIED),
         })
     }
 
@@ -145,6 +149,8 @@ impl Desk {
 
     async fn judge(&self, arrived: Arrived) -> Told {
         let agent = arrived.agent;
+        // The semaphore is never closed. It is given back before the second copy is awaited.
+        let verifying = self.verifying.acquire().await;
         let hooks = match self.hooks(self.post.definition(agent)) {
             Some(Ok(hooks)) => Some(hooks),
             Some(Err(_)) => {
@@ -169,6 +175,7 @@ impl Desk {
             None => None,
         };
         let is_verified = sent.is_verified(&hook.verify, secret.as_deref(), process::clock::wall());
+        drop(verifying);
         let record = self.observer.arrived_by(
             Rule::Credential,
             METHOD,

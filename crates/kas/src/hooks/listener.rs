@@ -2,10 +2,11 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt as _, Limited};
-use hyper::body::{Body as _, Incoming};
+use http_body::Body as HttpBody;
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
 use ids::AgentId;
 use kas_config::Attempts;
 use mailbox::{Header, MessageId};
@@ -28,10 +29,10 @@ use crate::{
 };
 
 const ACCEPT: &str = "/kas.internal.v1.Mailbox/Accept";
-/// Hooks that are read and verified at once.
-const AT_ONCE: usize = 100;
-/// Bytes of their bodies, in KiB: as many as a replica keeps.
-const AT_ONCE_KIB: u32 = 64 << 10;
+/// Bytes of all hooks that are read and answered at once, in KiB: as many as a replica keeps.
+const AT_ONCE_KIB: usize = 64 << 10;
+/// What a hook counts for beside its body.
+const HOOK_KIB: u32 = 4;
 /// How long a body may take.
 const BODY: Duration = Duration::from_secs(10);
 /// How long another replica may take: 5 s for the second copy, and some for the way.
@@ -51,7 +52,6 @@ pub(crate) struct HookListener {
     desk: Arc<Desk>,
     refusals: Arc<Refusals>,
     attempts: Attempts,
-    open: Arc<Semaphore>,
     room: Arc<Semaphore>,
 }
 
@@ -63,44 +63,23 @@ impl std::fmt::Debug for HookListener {
 
 impl HookListener {
     pub(crate) fn new(desk: Arc<Desk>, refusals: Arc<Refusals>, attempts: Attempts) -> Arc<Self> {
-        let (open, room) =
-            (Arc::new(Semaphore::new(AT_ONCE)), Arc::new(Semaphore::new(AT_ONCE_KIB as usize)));
-        Arc::new(Self { desk, refusals, attempts, open, room })
+        Arc::new(Self { desk, refusals, attempts, room: Arc::new(Semaphore::new(AT_ONCE_KIB)) })
     }
 
     /// Reads a hook and asks the home of its agent.
     async fn serve(&self, request: Request<Incoming>, peer: Option<SocketAddr>) -> Result<Told, Refused> {
         let place = Place::of(request.method(), request.uri())?;
-        let _open = Arc::clone(&self.open).try_acquire_owned().map_err(|_| Refused::Busy)?;
+        let mut room = Room::new(&self.room)?;
         let (head, body) = request.into_parts();
         let headers = kept(&head.headers)?;
-        let largest = self.desk.largest;
-        let length = body.size_hint().exact();
-        if length.is_some_and(|length| length > largest as u64) {
-            return Err(Refused::TooLarge);
-        }
-        let _room = self.reserve(length.unwrap_or(largest as u64))?;
-        let read = Limited::new(body, largest).collect();
-        let body = match timeout(BODY, read).await {
-            Ok(Ok(body)) => body.to_bytes(),
-            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-                return Err(Refused::TooLarge);
-            }
-            Ok(Err(_)) => return Err(Refused::Broken),
-            Err(_) => return Err(Refused::Slow),
-        };
+        let body = timeout(BODY, read(body, self.desk.largest, &mut room)).await;
+        let body = body.map_err(|_| Refused::Slow)??;
         let Place { agent, hook, key, auth } = place;
         match auth {
             // The home verifies it.
             Auth::OfHook => {}
         }
         Ok(self.ask(Arrived { id: MessageId(rand::random()), agent, hook, headers, body, key, peer }).await)
-    }
-
-    /// Takes the room for a body of so many bytes.
-    fn reserve(&self, bytes: u64) -> Result<OwnedSemaphorePermit, Refused> {
-        let kib = u32::try_from(bytes.div_ceil(1 << 10)).unwrap_or(u32::MAX).clamp(1, AT_ONCE_KIB);
-        Arc::clone(&self.room).try_acquire_many_owned(kib).map_err(|_| Refused::Busy)
     }
 
     /// Asks the home of the agent; the next ones, if it does not answer.
@@ -156,6 +135,51 @@ fn to_wire(arrived: &Arrived) -> Bytes {
         key: arrived.key.clone(),
         peer: arrived.peer.map_or_else(String::new, |peer| peer.to_string()),
     })
+}
+
+/// The room in memory that a hook takes, until it is answered. A sender that is slow takes no more than what it
+/// has sent, so it does not keep others out.
+struct Room {
+    all: Arc<Semaphore>,
+    taken: OwnedSemaphorePermit,
+}
+
+impl Room {
+    /// Takes the room for a hook without its body.
+    fn new(all: &Arc<Semaphore>) -> Result<Self, Refused> {
+        let taken = Arc::clone(all).try_acquire_many_owned(HOOK_KIB).map_err(|_| Refused::Busy)?;
+        Ok(Self { all: Arc::clone(all), taken })
+    }
+
+    /// Takes more, if a body has so many bytes.
+    fn holds(&mut self, bytes: usize) -> Result<(), Refused> {
+        let wanted = bytes.div_ceil(1 << 10) + HOOK_KIB as usize;
+        let more = u32::try_from(wanted.saturating_sub(self.taken.num_permits())).unwrap_or(u32::MAX);
+        let more = Arc::clone(&self.all).try_acquire_many_owned(more).map_err(|_| Refused::Busy)?;
+        self.taken.merge(more);
+        Ok(())
+    }
+}
+
+/// Reads a body of at most `largest` bytes.
+async fn read<B: HttpBody<Data = Bytes> + Unpin>(
+    mut body: B,
+    largest: usize,
+    room: &mut Room,
+) -> Result<Bytes, Refused> {
+    if body.size_hint().lower() > largest as u64 {
+        return Err(Refused::TooLarge);
+    }
+    let mut content = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let Ok(data) = frame.map_err(|_| Refused::Broken)?.into_data() else { continue };
+        if content.len() + data.len() > largest {
+            return Err(Refused::TooLarge);
+        }
+        room.holds(content.len() + data.len())?;
+        content.extend_from_slice(&data);
+    }
+    Ok(content.freeze())
 }
 
 /// Why a request is refused before a home is asked.
@@ -353,6 +377,30 @@ mod tests {
         assert_eq!(told(Told::Unauthenticated), (401, None, None, None));
         assert_eq!(told(Told::Busy(String::new())), (503, None, None, Some(RETRY_AFTER.to_owned())));
         assert_eq!(told(Told::TooFast), (429, None, None, Some("1".to_owned())));
+    }
+
+    #[tokio::test]
+    async fn a_slow_body_takes_the_room_of_what_has_come() {
+        let all = Arc::new(Semaphore::new(20));
+        let mut slow = Room::new(&all).unwrap();
+        let parts = futures_util::stream::iter([Ok::<_, grpc::BoxError>(http_body::Frame::data(
+            Bytes::from(vec![0; 3_000]),
+        ))]);
+        let parts = futures_util::StreamExt::chain(parts, futures_util::stream::pending());
+        let reading = read(grpc::boxed(http_body_util::StreamBody::new(parts)), 1 << 20, &mut slow);
+        assert!(futures_util::FutureExt::now_or_never(reading).is_none(), "it waits for the rest");
+        assert_eq!(all.available_permits(), 20 - 4 - 3);
+        // Others go on beside it, up to what is left.
+        let mut room = Room::new(&all).unwrap();
+        let whole = |bytes: usize| http_body_util::Full::new(Bytes::from(vec![1; bytes]));
+        assert_eq!(read(whole(9 << 10), 1 << 20, &mut room).await.map(|body| body.len()), Ok(9 << 10));
+        assert_eq!((all.available_permits(), Room::new(&all).err()), (0, Some(Refused::Busy)));
+        drop(room);
+        let mut room = Room::new(&all).unwrap();
+        assert_eq!(read(whole(10 << 10), 1 << 20, &mut room).await, Err(Refused::Busy));
+        assert_eq!(read(whole(5_001), 5_000, &mut room).await, Err(Refused::TooLarge));
+        drop((room, slow));
+        assert_eq!(all.available_permits(), 20);
     }
 
     #[test]
