@@ -12,6 +12,7 @@ mod director;
 mod feed;
 mod http;
 mod kind;
+mod lines;
 mod metrics;
 mod question;
 mod reader;
@@ -62,6 +63,7 @@ use self::{
 pub(crate) use self::{
     http::HttpViews,
     kind::{AgentKind, Permit},
+    lines::Lines,
     question::Question,
     reader::Rest,
     rights::ApiCaller,

@@ -4,7 +4,7 @@
 
 use std::{fmt::Write as _, sync::Arc, time::Duration};
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use grpc::{Code, Status};
 use kube_request::escape;
 use parking_lot::Mutex;
@@ -21,7 +21,7 @@ use tokio::{
 use super::board::{Known, Sinks};
 use crate::{
     agent_files::AgentFiles,
-    views::{AgentKind, Permit, Rest, Source, Watched},
+    views::{AgentKind, Lines, Permit, Rest, Source, Watched},
 };
 
 /// Objects on a page.
@@ -305,19 +305,14 @@ impl Reader {
         seconds: u64,
         version: &mut String,
     ) -> Result<(), Broken> {
-        let mut buffer = BytesMut::new();
+        let mut lines = Lines::default();
         loop {
             let end = Duration::from_secs(seconds) + LATE;
             let late = |_| Broken::Failed("the API server has not ended a watch in time".to_owned());
             let data = tokio::time::timeout(end, watched.data()).await.map_err(late)??;
             let Some(data) = data else { return Ok(()) };
-            buffer.extend_from_slice(&data);
-            while let Some(end) = buffer.iter().position(|byte| *byte == b'\n') {
-                let line = buffer.split_to(end);
-                buffer.advance(1);
-                if line.is_empty() {
-                    continue;
-                }
+            lines.push(&data);
+            while let Some(line) = lines.next() {
                 match kubernetes::line(&line).map_err(|error| Broken::Failed(error.to_string()))? {
                     Line::Event(event, at) => {
                         self.tell(event).await;
@@ -330,7 +325,7 @@ impl Reader {
                     }
                 }
             }
-            if buffer.len() > LONGEST_EVENT {
+            if lines.rest() > LONGEST_EVENT {
                 return Err(Broken::Failed(format!("an event has more than {LONGEST_EVENT} bytes")));
             }
         }

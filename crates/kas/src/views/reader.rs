@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, sync::Arc, time::Duration};
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use grpc::{Code, Status};
 use kube_request::escape;
 use tokio::{sync::OwnedSemaphorePermit, time::Instant};
@@ -12,6 +12,7 @@ use super::{
     Hub,
     feed::Feed,
     kind::Permit,
+    lines::Lines,
     source::{Source, Watched},
 };
 
@@ -369,23 +370,18 @@ impl Reader {
     ) -> Result<(), Broken> {
         let end = Instant::now() + Duration::from_secs(seconds) + LATE;
         let mut events = table::Watch::new(self.form);
-        let mut buffer = BytesMut::new();
+        let mut lines = Lines::default();
         loop {
             let data = tokio::time::timeout_at(end, watched.data()).await;
             let late = |_| Broken::Failed("the API server has not ended a watch in time".to_owned());
             let Some(data) = data.map_err(late)?? else { return Ok(()) };
-            buffer.extend_from_slice(&data);
+            lines.push(&data);
             let mut read = Vec::new();
-            while let Some(end) = buffer.iter().position(|byte| *byte == b'\n') {
-                let line = buffer.split_to(end);
-                buffer.advance(1);
-                if line.is_empty() {
-                    continue;
-                }
+            while let Some(line) = lines.next() {
                 let event = events.event(&line).map_err(|error| Broken::Failed(error.to_string()))?;
                 read.extend(event);
             }
-            if buffer.len() > LONGEST_EVENT {
+            if lines.rest() > LONGEST_EVENT {
                 return Err(Broken::Failed(format!("an event has more than {LONGEST_EVENT} bytes")));
             }
             self.apply(read, version)?;
