@@ -1,4 +1,4 @@
-//! Which agents have watches that nothing can cancel.
+//! What is known of each agent: whether it has watches that nothing can cancel, and how much is read of it.
 
 use std::sync::Arc;
 
@@ -7,12 +7,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 /// Watches of an agentk that cannot cancel them.
 const WATCHES: usize = 4;
 
+/// Lists of one agent at once that fill feeds: slow ones leave most of the [lists at once](super::COLD) to others.
+const LISTS: usize = 4;
+
 /// What is known of the agentk of an agent.
 #[derive(Debug)]
 pub(crate) struct AgentKind {
     /// Whether it can cancel requests; `None`: that is not known yet.
     cancels: watch::Sender<Option<bool>>,
     watches: Arc<Semaphore>,
+    pub(super) lists: Semaphore,
 }
 
 /// Whether a watch may be opened.
@@ -28,7 +32,8 @@ pub(crate) enum Permit {
 
 impl Default for AgentKind {
     fn default() -> Self {
-        Self { cancels: watch::Sender::new(None), watches: Arc::new(Semaphore::new(WATCHES)) }
+        let watches = Arc::new(Semaphore::new(WATCHES));
+        Self { cancels: watch::Sender::new(None), watches, lists: Semaphore::new(LISTS) }
     }
 }
 

@@ -35,6 +35,10 @@ const AGAIN: Duration = Duration::from_secs(60);
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// How often a list is begun anew because the API server does not know its continuation any more.
 const RESTARTS: usize = 3;
+/// How long a list may take, and how many pages it may have: the API server forgets a continuation after 5 min,
+/// and more rows than fit on so many pages have no room in memory.
+const LIST: Duration = Duration::from_secs(300);
+const MOST_PAGES: usize = 4_000;
 
 const METADATA: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1";
 const ONE_METADATA: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
@@ -193,15 +197,26 @@ impl Reader {
     /// version.
     async fn list(&mut self) -> Result<String, Broken> {
         self.feed.watched().await;
-        // The semaphore is never closed.
         let hub = Arc::clone(&self.hub);
+        let kind = hub.kind_of(self.feed.key.agent);
+        // The semaphores are never closed.
+        let _of_agent = kind.lists.acquire().await;
         let _cold = hub.cold.acquire().await;
+        let late = |_| Broken::Failed(format!("a list was not complete within {LIST:?}"));
+        tokio::time::timeout(LIST, self.pages()).await.map_err(late)?
+    }
+
+    async fn pages(&mut self) -> Result<String, Broken> {
         let path = self.path().await?;
         self.hub.metrics.lists.inc();
-        let mut limit = PAGE;
+        let (mut limit, mut pages) = (PAGE, 0);
         'list: for _ in 0..=RESTARTS {
             let (mut next, mut listing) = (String::new(), Listing::default());
             loop {
+                pages += 1;
+                if pages > MOST_PAGES {
+                    return Err(Broken::Failed(format!("a list has more than {MOST_PAGES} pages")));
+                }
                 let mut target = format!("{path}?{}", self.query(&format!("limit={limit}")));
                 if !next.is_empty() {
                     let _ = write!(target, "&continue={}", escape(&next));

@@ -145,6 +145,38 @@ async fn who_comes_back_when_an_agent_is_gone_begins_anew() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn lists_of_an_agent_that_hang_leave_room_for_those_of_others() {
+    let lab = Lab::new(2);
+    lab.worlds[&2].put("shop", "a", "Running", 0);
+    lab.world().slow.store(15, Ordering::SeqCst);
+    lab.world().endless.store(true, Ordering::SeqCst);
+    // More lists than there may be at once.
+    let mut slow: Vec<_> = (0..4)
+        .map(|part| {
+            lab.ask(|request| {
+                request.agents = "id=1".to_owned();
+                request.namespaces = (0..20).map(|n| format!("ns-{part}-{n}")).collect();
+            })
+        })
+        .collect();
+    for client in &mut slow {
+        let synced = client.synced().await.unwrap();
+        assert_eq!(synced.unanswered[0].reason, "it is still being listed");
+    }
+    assert_eq!(lab.world().most_listing.load(Ordering::SeqCst), 4);
+    let mut client = lab.ask(|request| request.agents = "id=2".to_owned());
+    assert_eq!(client.synced().await.unwrap().unanswered.len(), 0);
+    assert_eq!(client.rows.len(), 1);
+    let late = "was not complete within 300s";
+    slow[0].until("a list ends", |client| client.agents[&1].reason.contains(late)).await;
+    assert_eq!(slow[0].agents[&1].state, "absent");
+    // One that is quick has no end, either.
+    lab.world().slow.store(0, Ordering::SeqCst);
+    let endless = "has more than 4000 pages";
+    slow[0].until("the pages end", |client| client.agents[&1].reason.contains(endless)).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_slow_caller_gets_the_newest_state() {
     let lab = Lab::new(1);
     let world = lab.world();

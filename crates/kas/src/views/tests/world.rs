@@ -58,6 +58,13 @@ pub(super) struct World {
     pub(super) fits: AtomicUsize,
     /// Whether agentk can cancel requests.
     pub(super) cancels: AtomicBool,
+    /// How long a page of a list takes, in seconds.
+    pub(super) slow: AtomicUsize,
+    /// Lists that are being read.
+    pub(super) listing: AtomicUsize,
+    pub(super) most_listing: AtomicUsize,
+    /// Whether a list always has one more page.
+    pub(super) endless: AtomicBool,
     /// The status of lists, if it is not 200.
     pub(super) refuses: AtomicUsize,
     /// Whether tables are printed.
@@ -81,6 +88,10 @@ impl World {
             open: Arc::default(),
             fits: AtomicUsize::new(usize::MAX),
             cancels: AtomicBool::new(true),
+            slow: AtomicUsize::new(0),
+            listing: AtomicUsize::new(0),
+            most_listing: AtomicUsize::new(0),
+            endless: AtomicBool::new(false),
             refuses: AtomicUsize::new(0),
             prints: AtomicBool::new(true),
             reviews: Mutex::default(),
@@ -169,6 +180,11 @@ fn namespace_of(target: &str) -> Option<&str> {
 impl Source for Arc<World> {
     async fn get(&self, target: &str, accept: &str) -> Result<Answer, Status> {
         self.lists.fetch_add(1, Ordering::SeqCst);
+        let listing = self.listing.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most_listing.fetch_max(listing, Ordering::SeqCst);
+        let slow = u64::try_from(self.slow.load(Ordering::SeqCst)).unwrap();
+        tokio::time::sleep(Duration::from_secs(slow)).await;
+        self.listing.fetch_sub(1, Ordering::SeqCst);
         let refuses = self.refuses.load(Ordering::SeqCst);
         if refuses != 0 {
             let body = json!({"kind": "Status", "message": "played"}).to_string().into();
@@ -191,7 +207,8 @@ impl Source for Arc<World> {
             objects.pods.keys().filter(in_namespace).filter_map(|key| objects.pods.get(key)).collect();
         let rows: Vec<&Value> = all.iter().skip(after).take(limit).copied().collect();
         let end = after + rows.len();
-        let next = if end < all.len() { end.to_string() } else { String::new() };
+        let is_endless = self.endless.load(Ordering::SeqCst);
+        let next = if end < all.len() || is_endless { end.to_string() } else { String::new() };
         let metadata = json!({
             "resourceVersion": objects.version.to_string(), "continue": next, "remainingItemCount": all.len() - end,
         });
