@@ -65,7 +65,7 @@ pub(crate) use self::{
     kind::{AgentKind, Permit},
     lines::Lines,
     question::Question,
-    reader::Rest,
+    reader::{QUICK, Rest},
     rights::ApiCaller,
     source::{Source, Sources, Tunnel, Tunnels, Watched},
     subscription::Subscription,

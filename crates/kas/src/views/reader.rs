@@ -33,6 +33,9 @@ const POLL: Duration = Duration::from_secs(30);
 const AGAIN: Duration = Duration::from_secs(60);
 /// The waits after failures: doubled each time, with jitter.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// A list and a watch that take less than this together are repeated like failures. An agent whose watches end at
+/// once, or whose versions are always too old, would otherwise be asked as fast as it answers.
+pub(crate) const QUICK: Duration = Duration::from_secs(5);
 /// How often a list is begun anew because the API server does not know its continuation any more.
 const RESTARTS: usize = 3;
 /// How long a list may take, and how many pages it may have: the API server forgets a continuation after 5 min,
@@ -97,8 +100,10 @@ impl Reader {
     /// Reads until dropped, or until the rows need too much memory.
     pub(super) async fn run(mut self) {
         let mut backoff = Backoff::default();
+        let mut rounds = Backoff::default();
         let mut changes = self.hub.changes_of(self.feed.key.agent);
         loop {
+            let from = Instant::now();
             let why = match Box::pin(self.list()).await {
                 Ok(version) => {
                     backoff = Backoff::default();
@@ -109,9 +114,11 @@ impl Reader {
             let wait = match why {
                 Broken::Gone => {
                     self.feed.is(AgentState::Listing, "");
-                    continue;
+                    rounds.after(from)
                 }
-                Broken::Due | Broken::NoTable => continue,
+                Broken::Due => rounds.after(from),
+                // That happens once.
+                Broken::NoTable => continue,
                 Broken::Full => return,
                 Broken::Forbidden(reason) => {
                     self.feed.change(|store| store.clear(&self.hub.versions));
@@ -286,7 +293,13 @@ impl Reader {
         loop {
             let from = Instant::now();
             match Box::pin(self.watch(&mut version)).await {
-                Ok(()) => *backoff = Backoff::default(),
+                Ok(()) => {
+                    let wait = backoff.after(from);
+                    if !wait.is_zero() {
+                        self.broken("the API server ends its watches at once".to_owned());
+                        self.wait(wait).await;
+                    }
+                }
                 Err(Broken::Failed(reason)) => {
                     self.hub.metrics.failures.inc();
                     // An agentk that is replaced breaks it, and the next one goes on.
@@ -294,14 +307,19 @@ impl Reader {
                         *backoff = Backoff::default();
                     }
                     self.broken(reason);
-                    let mut changes = self.hub.changes_of(self.feed.key.agent);
-                    tokio::select! {
-                        () = tokio::time::sleep(backoff.next()) => {}
-                        Ok(()) = changes.changed() => tokio::time::sleep(BACKOFF.0.mul_f64(0.2)).await,
-                    }
+                    self.wait(backoff.next()).await;
                 }
                 Err(why) => return why,
             }
+        }
+    }
+
+    /// Waits before a watch is opened again. The agent may be back earlier.
+    async fn wait(&self, wait: Duration) {
+        let mut changes = self.hub.changes_of(self.feed.key.agent);
+        tokio::select! {
+            () = tokio::time::sleep(wait) => {}
+            Ok(()) = changes.changed() => tokio::time::sleep(BACKOFF.0.mul_f64(0.2)).await,
         }
     }
 
@@ -480,6 +498,15 @@ impl Backoff {
         let wait = self.0;
         self.0 = (self.0 * 2).min(BACKOFF.1);
         wait.mul_f64(rand::random_range(0.5..=1.0))
+    }
+
+    /// Returns how long to wait after something that began at `from`, and ended without a failure.
+    fn after(&mut self, from: Instant) -> Duration {
+        if from.elapsed() < QUICK {
+            return self.next();
+        }
+        *self = Self::default();
+        Duration::ZERO
     }
 }
 

@@ -145,6 +145,25 @@ async fn who_comes_back_when_an_agent_is_gone_begins_anew() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_agent_whose_watches_end_at_once_is_asked_less_and_less_often() {
+    for (ends, state) in [(true, "stale"), (false, "listing")] {
+        let lab = Lab::new(1);
+        let world = lab.world();
+        world.put("shop", "a", "Running", 0);
+        let broken = if ends { &world.ends } else { &world.forgets };
+        broken.store(true, Ordering::SeqCst);
+        let mut client = lab.ask(|_| {});
+        client.until("it is not live", |client| client.agents.get(&1).is_some_and(|it| it.state == state)).await;
+        sleep(Duration::from_secs(300)).await;
+        let watches = world.watches.load(Ordering::SeqCst);
+        assert!((8..=40).contains(&watches), "{watches} watches in 300 s");
+        broken.store(false, Ordering::SeqCst);
+        client.until("it is live", |client| client.agents[&1].state == "live").await;
+        assert_eq!(client.pods(), world.truth());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn lists_of_an_agent_that_hang_leave_room_for_those_of_others() {
     let lab = Lab::new(2);
     lab.worlds[&2].put("shop", "a", "Running", 0);

@@ -65,6 +65,9 @@ pub(super) struct World {
     pub(super) most_listing: AtomicUsize,
     /// Whether a list always has one more page.
     pub(super) endless: AtomicBool,
+    /// Whether watches end at once, or their version is always too old.
+    pub(super) ends: AtomicBool,
+    pub(super) forgets: AtomicBool,
     /// The status of lists, if it is not 200.
     pub(super) refuses: AtomicUsize,
     /// Whether tables are printed.
@@ -92,6 +95,8 @@ impl World {
             listing: AtomicUsize::new(0),
             most_listing: AtomicUsize::new(0),
             endless: AtomicBool::new(false),
+            ends: AtomicBool::new(false),
+            forgets: AtomicBool::new(false),
             refuses: AtomicUsize::new(0),
             prints: AtomicBool::new(true),
             reviews: Mutex::default(),
@@ -240,7 +245,7 @@ impl Source for Arc<World> {
         self.watches.fetch_add(1, Ordering::SeqCst);
         self.open.fetch_add(1, Ordering::SeqCst);
         let from: u64 = parameter(target, "resourceVersion").unwrap().parse().unwrap();
-        let is_old = from < self.objects.lock().compacted;
+        let is_old = from < self.objects.lock().compacted || self.forgets.load(Ordering::SeqCst);
         let (mut changed, mut cut) = (self.changed.subscribe(), self.cut.subscribe());
         changed.mark_changed();
         cut.mark_unchanged();
@@ -289,7 +294,7 @@ impl Watched for Watch {
 
     async fn data(&mut self) -> Result<Option<Bytes>, Status> {
         loop {
-            if self.status != 200 {
+            if self.status != 200 || self.world.ends.load(Ordering::SeqCst) {
                 return Ok(None);
             }
             tokio::select! {
