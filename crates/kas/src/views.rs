@@ -71,6 +71,8 @@ pub(crate) use self::{
     subscription::Subscription,
     tally::{Counts, Tally},
 };
+#[cfg(test)]
+pub(crate) use self::source::Answer;
 use crate::{
     agent_files::Files,
     connected::{connected, unanswered_replica},

@@ -20,8 +20,8 @@ use tokio::{
 
 use super::board::{Known, Sinks};
 use crate::{
-    agent_files::AgentFiles,
-    views::{AgentKind, Lines, Permit, Rest, Source, Watched},
+    agent_files::Files,
+    views::{AgentKind, Lines, Permit, QUICK, Rest, Source, Watched},
 };
 
 /// Objects on a page.
@@ -47,6 +47,8 @@ const RESTARTS: usize = 3;
 const RATE: u32 = 100;
 /// The most namespaces with a watch each.
 const MOST_NAMESPACES: usize = 32;
+/// How long the events of a page may wait until sinks have room for them. Others need the memory.
+const TOLD: Duration = Duration::from_secs(30);
 /// The longest error of an API server that is logged, in characters.
 const LONGEST_WHY: usize = 200;
 
@@ -74,8 +76,8 @@ impl From<Status> for Broken {
 /// What readers share.
 pub(super) struct Shared {
     pub(super) sinks: Arc<Sinks>,
-    pub(super) files: Arc<AgentFiles>,
-    /// Lists at once.
+    pub(super) files: Arc<dyn Files>,
+    /// Pages at once, from the request until all of their events were told.
     pub(super) lists: Semaphore,
 }
 
@@ -94,6 +96,8 @@ impl AgentEvents {
     /// Reads until dropped.
     pub(super) async fn run(self) {
         let pace = Arc::new(Mutex::new(Pace::new(RATE)));
+        // The namespaces of an agent share its rate: only one of them has a page that waits for it.
+        let turn = Arc::new(Semaphore::new(1));
         loop {
             let namespaces = self.namespaces().await;
             // Dropping it ends them.
@@ -107,6 +111,7 @@ impl AgentEvents {
                     changes: self.changes.clone(),
                     namespace: namespace.clone(),
                     pace: Arc::clone(&pace),
+                    turn: Arc::clone(&turn),
                     seen: Seen::default(),
                 };
                 readers.spawn(reader.run());
@@ -140,6 +145,7 @@ struct Reader {
     changes: watch::Receiver<()>,
     namespace: Option<String>,
     pace: Arc<Mutex<Pace>>,
+    turn: Arc<Semaphore>,
     seen: Seen,
 }
 
@@ -157,18 +163,17 @@ impl Reader {
             }
             let agent = self.agent.id.get();
             let wait = match why {
-                Broken::Gone => continue,
+                Broken::Gone if from.elapsed() >= QUICK => continue,
                 Broken::Polled => POLL,
                 Broken::Forbidden(why) => {
                     let why: String = why.chars().take(LONGEST_WHY).collect();
                     tracing::info!(agent.id = agent, why, "the events of an agent may not be read for sinks");
                     AGAIN
                 }
+                Broken::Gone => next(&mut backoff),
                 Broken::Failed(why) => {
                     tracing::debug!(agent.id = agent, why, "the events of an agent cannot be read for sinks");
-                    let wait = backoff.mul_f64(rand::random_range(0.5..=1.0));
-                    backoff = (backoff * 2).min(BACKOFF.1);
-                    wait
+                    next(&mut backoff)
                 }
             };
             tokio::select! {
@@ -188,7 +193,7 @@ impl Reader {
 
     /// Tells all events, except those that were told before. Returns the version of the list.
     async fn list(&mut self) -> Result<String, Broken> {
-        let shared = Arc::clone(&self.shared);
+        let (shared, turn) = (Arc::clone(&self.shared), Arc::clone(&self.turn));
         let path = self.path();
         let mut limit = PAGE;
         'list: for _ in 0..=RESTARTS {
@@ -199,16 +204,15 @@ impl Reader {
                 if !next.is_empty() {
                     let _ = write!(target, "&continue={}", escape(&next));
                 }
-                let answer = {
-                    // The semaphore is never closed.
-                    let _one = shared.lists.acquire().await;
-                    match self.source.get(&target, "application/json").await {
-                        Err(status) if status.code() == Code::ResourceExhausted && limit > 1 => {
-                            limit /= 2;
-                            continue;
-                        }
-                        answer => answer?,
+                // The semaphores are never closed. The page stays in memory until all of it was told.
+                let _turn = turn.acquire().await;
+                let _one = shared.lists.acquire().await;
+                let answer = match self.source.get(&target, "application/json").await {
+                    Err(status) if status.code() == Code::ResourceExhausted && limit > 1 => {
+                        limit /= 2;
+                        continue;
                     }
+                    answer => answer?,
                 };
                 match answer.status {
                     200 => {}
@@ -216,7 +220,12 @@ impl Reader {
                     status => return Err(refused(status, &answer.body)),
                 }
                 let Page { events, version, next: more } = page(answer.body).await?;
+                let until = Instant::now() + TOLD;
                 for event in events {
+                    let room = shared.sinks.room(Kind::Events, &self.agent);
+                    tokio::time::timeout_at(until, room).await.map_err(|_| {
+                        Broken::Failed(format!("sinks have had no room for events within {TOLD:?}"))
+                    })?;
                     self.tell(event).await;
                 }
                 if more.is_empty() {
@@ -229,6 +238,7 @@ impl Reader {
         Err(Broken::Failed("the list changed faster than it could be read".to_owned()))
     }
 
+    /// Tells an event, unless it was told before, when the pace allows it. There must be room.
     async fn tell(&mut self, event: KubeEvent) {
         if !self.seen.is_new(&event) {
             return;
@@ -238,14 +248,17 @@ impl Reader {
         if !wait.is_zero() {
             tokio::time::sleep(wait).await;
         }
-        sinks.room(Kind::Events, &self.agent).await;
         sinks.tell(&self.agent, event.news(self.agent.id, Arc::clone(&self.agent.name)));
     }
 
     /// Watches from a version on, until it must be listed again.
     async fn follow(&mut self, mut version: String) -> Broken {
         loop {
+            let from = Instant::now();
             match Box::pin(self.watch(&mut version)).await {
+                Ok(()) if from.elapsed() < QUICK => {
+                    return Broken::Failed("the API server ends its watches at once".to_owned());
+                }
                 // The API server has ended the watch, and it goes on.
                 Ok(()) => {}
                 Err(why) => return why,
@@ -315,6 +328,7 @@ impl Reader {
             while let Some(line) = lines.next() {
                 match kubernetes::line(&line).map_err(|error| Broken::Failed(error.to_string()))? {
                     Line::Event(event, at) => {
+                        self.shared.sinks.room(Kind::Events, &self.agent).await;
                         self.tell(event).await;
                         *version = at;
                     }
@@ -330,6 +344,13 @@ impl Reader {
             }
         }
     }
+}
+
+/// Returns the next wait after a failure.
+fn next(backoff: &mut Duration) -> Duration {
+    let wait = backoff.mul_f64(rand::random_range(0.5..=1.0));
+    *backoff = (*backoff * 2).min(BACKOFF.1);
+    wait
 }
 
 async fn page(body: Bytes) -> Result<Page, Broken> {
@@ -367,3 +388,6 @@ impl Drop for Open {
         self.0.metrics.watches.dec();
     }
 }
+
+#[cfg(test)]
+mod tests;
