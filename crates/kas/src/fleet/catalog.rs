@@ -6,6 +6,7 @@ mod answer;
 mod kept;
 mod read;
 mod service;
+mod weigh;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -23,7 +24,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::answer::AgentCatalog;
 use self::{
-    kept::{Kept, Weigh},
+    kept::Kept,
     read::Reader,
 };
 use super::{
@@ -118,24 +119,11 @@ struct Known {
     missing: Vec<String>,
 }
 
-impl Weigh for Known {
-    fn weigh(&self) -> usize {
-        // Names are short.
-        512 * (self.components.len() + 1) + 256 * self.labelled.len() + 64 * self.groups.len()
-    }
-}
-
 /// The applications of one cluster.
 #[derive(Debug, Default)]
 struct Installed {
     applications: Vec<Application>,
     missing: Vec<String>,
-}
-
-impl Weigh for Installed {
-    fn weigh(&self) -> usize {
-        512 * (self.applications.len() + 1)
-    }
 }
 
 /// What [`Catalog`] is made of.

@@ -28,7 +28,7 @@ struct Inner<K, V> {
     weight: usize,
 }
 
-impl<K: Hash + Eq, V: Weigh> Kept<K, V> {
+impl<K: Hash + Eq + Weigh, V: Weigh> Kept<K, V> {
     /// Returns one that keeps at most `most` bytes.
     pub(super) fn new(most: usize) -> Self {
         Self { most, inner: Mutex::new(Inner { entries: LruCache::new(MOST), weight: 0 }) }
@@ -42,7 +42,7 @@ impl<K: Hash + Eq, V: Weigh> Kept<K, V> {
             return Some(Arc::clone(value));
         }
         if let Some((_, value)) = inner.entries.pop(key) {
-            inner.weight -= value.weigh();
+            inner.weight -= key.weigh() + value.weigh();
         }
         None
     }
@@ -54,19 +54,19 @@ impl<K: Hash + Eq, V: Weigh> Kept<K, V> {
 
     /// Keeps a value, unless it is larger than all may be together.
     pub(super) fn put(&self, key: K, value: Arc<V>) {
-        let weight = value.weigh();
+        let weight = key.weigh() + value.weigh();
         if weight > self.most {
             return;
         }
         let mut inner = self.inner.lock();
-        if let Some((_, (_, before))) = inner.entries.push(key, (Instant::now(), value)) {
-            inner.weight -= before.weigh();
+        if let Some((key, (_, before))) = inner.entries.push(key, (Instant::now(), value)) {
+            inner.weight -= key.weigh() + before.weigh();
         }
         inner.weight += weight;
         while inner.weight > self.most
-            && let Some((_, (_, oldest))) = inner.entries.pop_lru()
+            && let Some((key, (_, oldest))) = inner.entries.pop_lru()
         {
-            inner.weight -= oldest.weigh();
+            inner.weight -= key.weigh() + oldest.weigh();
         }
     }
 }
@@ -78,6 +78,12 @@ mod tests {
     impl Weigh for usize {
         fn weigh(&self) -> usize {
             *self
+        }
+    }
+
+    impl Weigh for char {
+        fn weigh(&self) -> usize {
+            0
         }
     }
 
