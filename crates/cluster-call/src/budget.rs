@@ -46,6 +46,35 @@ impl Budget {
         }
         outer
     }
+
+    /// Counts bytes until the returned value is dropped.
+    ///
+    /// # Errors
+    /// As of [`take`](Self::take).
+    pub fn hold(self: &Arc<Self>, bytes: usize) -> Result<Held, Status> {
+        self.take(bytes)?;
+        Ok(Held { budget: Arc::clone(self), bytes })
+    }
+
+    fn give(&self, bytes: usize) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(within) = &self.within {
+            within.give(bytes);
+        }
+    }
+}
+
+/// Bytes that are counted until this is dropped.
+#[derive(Debug)]
+pub struct Held {
+    budget: Arc<Budget>,
+    bytes: usize,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.budget.give(self.bytes);
+    }
 }
 
 impl Drop for Budget {
@@ -70,8 +99,15 @@ mod tests {
         assert!(b.take(41).unwrap_err().message().contains("all have more than 100 bytes"));
         assert_eq!((a.used(), b.used(), all.used()), (60, 0, 60));
         assert!(b.take(40).is_ok() && b.take(usize::MAX).is_err());
+        let held = a.hold(1);
+        assert!(held.is_err(), "a is full");
         drop(a);
         assert_eq!(all.used(), 40);
+        let c = Budget::new("c", 60, Some(Arc::clone(&all)));
+        let held = c.hold(50).unwrap();
+        assert_eq!((c.used(), all.used()), (50, 90));
+        drop(held);
+        assert_eq!((c.used(), all.used()), (0, 40));
         drop(b);
         assert_eq!(all.used(), 0);
     }

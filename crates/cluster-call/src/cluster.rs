@@ -14,7 +14,7 @@ use observe::{
 use routing::router::Router;
 use tokio::{sync::Semaphore, time::Instant};
 
-use crate::{Budget, Call, Opened, Request, Response, cancels, open, send, send_for_status};
+use crate::{Budget, Call, Held, Opened, Request, Response, cancels, open, send, send_for_status};
 
 /// What the requests of a [`Cluster`] have in common.
 #[derive(Clone, Debug)]
@@ -79,6 +79,22 @@ impl Cluster {
     #[must_use]
     pub fn with_budget(self, budget: Arc<Budget>) -> Self {
         Self { budget: Some(budget), ..self }
+    }
+
+    /// Counts what is made of responses, in the budget if there is one, until the returned value is dropped.
+    ///
+    /// # Errors
+    /// As of [`Budget::take`].
+    pub fn hold(&self, bytes: usize) -> Result<Option<Held>, Status> {
+        self.budget.as_ref().map(|budget| budget.hold(bytes)).transpose()
+    }
+
+    /// Counts what is kept of responses, in the budget if there is one.
+    ///
+    /// # Errors
+    /// As of [`Budget::take`].
+    pub fn take(&self, bytes: usize) -> Result<(), Status> {
+        self.budget.as_ref().map_or(Ok(()), |budget| budget.take(bytes))
     }
 
     /// Says that only the status of each response matters, see [`send_for_status`].

@@ -29,7 +29,7 @@ use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
 
 pub use self::{
-    budget::Budget,
+    budget::{Budget, Held},
     cluster::{Cluster, ClusterSettings, Watching},
     service::{ServiceRequest, ServiceResponse},
 };

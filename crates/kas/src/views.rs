@@ -53,6 +53,8 @@ use tokio::{
 use views::{Definitions, Versions};
 
 pub use self::metrics::ViewMetrics;
+#[cfg(test)]
+pub(crate) use self::source::Answer;
 use self::{
     feed::{Feed, FeedKey, Look, What},
     reader::Reader,
@@ -71,8 +73,6 @@ pub(crate) use self::{
     subscription::Subscription,
     tally::{Counts, Tally},
 };
-#[cfg(test)]
-pub(crate) use self::source::Answer;
 use crate::{
     agent_files::Files,
     connected::{connected, unanswered_replica},

@@ -412,7 +412,8 @@ mod tests {
         headers.insert("x-github-large", HeaderValue::from_bytes(&vec![b'x'; HEADER_BYTES]).unwrap());
         assert_eq!(kept(&headers), Err(Refused::Headers));
         let many = |count: usize| {
-            let one = |n| (format!("x-github-{n}").parse::<http::HeaderName>().unwrap(), HeaderValue::from(n));
+            let one =
+                |n| (format!("x-github-{n}").parse::<http::HeaderName>().unwrap(), HeaderValue::from(n));
             kept(&(0..count).map(one).collect()).map(|kept| kept.len())
         };
         // Another replica would not take more.

@@ -357,7 +357,8 @@ mod tests {
         };
         let told = replies(&answer, &was_read);
         assert_eq!((told.offers, told.messages, told.definitions), (vec![0, 2], vec![1, 0, 1], vec![0]));
-        let too_many = ExchangeRequest { offers: vec![offer(1, 7); MOST_ITEMS + 1], ..ExchangeRequest::default() };
+        let too_many =
+            ExchangeRequest { offers: vec![offer(1, 7); MOST_ITEMS + 1], ..ExchangeRequest::default() };
         assert!(batch(too_many).is_err());
     }
 }

@@ -4,13 +4,14 @@ use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use cluster_call::{Cluster, ClusterSettings, Request, Watching};
+use cluster_call::{Cluster, ClusterSettings, Held, Request, Watching};
 use grpc::{Code, Status};
 use http::Method;
 use ids::{Actor, AgentId, Impersonation, ReplicaId};
 use kube_request::Target;
 use observe::Observer;
 use routing::router::Router;
+use tokio::sync::Semaphore;
 
 /// How long a page of a list may take, and a watch until it begins. One that hangs keeps others waiting.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -19,14 +20,24 @@ const FIND: Duration = Duration::from_secs(10);
 /// The largest page of a list, in bytes, before and after it is unpacked. Larger ones are asked for with half
 /// as many objects.
 const MAX_PAGE: usize = 4 << 20;
+/// Pages that are unpacked at once. Until then, nobody knows how large they are.
+static UNPACKED: Semaphore = Semaphore::const_new(16);
 /// Lists of one agent at once.
 const AT_ONCE: usize = 8;
 
 /// A complete answer.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: i32,
     pub(crate) body: Bytes,
+    /// Counts the body in the budget of the cluster, if it was unpacked.
+    _held: Option<Held>,
+}
+
+impl Answer {
+    pub(crate) fn new(status: i32, body: Bytes) -> Self {
+        Self { status, body, _held: None }
+    }
 }
 
 /// The API server of one agent.
@@ -144,9 +155,11 @@ impl Source for Tunnel {
         let is_gzip =
             answer.header("Content-Encoding").is_some_and(|value| value.eq_ignore_ascii_case("gzip"));
         if !is_gzip {
-            return Ok(Answer { status: answer.status, body: answer.body });
+            return Ok(Answer::new(answer.status, answer.body));
         }
         let (status, body) = (answer.status, answer.body);
+        // The semaphore is never closed.
+        let unpacked = UNPACKED.acquire().await;
         let inflated = tokio::task::spawn_blocking(move || grpc::gzip::inflate(body, MAX_PAGE)).await;
         let body = match inflated {
             Ok(Ok(body)) => body,
@@ -156,7 +169,9 @@ impl Source for Tunnel {
             Ok(Err(error)) => return Err(Status::new(Code::Internal, error.to_string())),
             Err(error) => return Err(Status::new(Code::Internal, error.to_string())),
         };
-        Ok(Answer { status, body })
+        let held = self.0.hold(body.len())?;
+        drop(unpacked);
+        Ok(Answer { _held: held, ..Answer::new(status, body) })
     }
 
     async fn watch(&self, path: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
@@ -172,7 +187,7 @@ impl Source for Tunnel {
                 .header("Content-Type", "application/json")
         };
         let answer = self.0.send(request).await?;
-        Ok(Answer { status: answer.status, body: answer.body })
+        Ok(Answer::new(answer.status, answer.body))
     }
 }
 

@@ -153,7 +153,9 @@ async fn an_agent_whose_watches_end_at_once_is_asked_less_and_less_often() {
         let broken = if ends { &world.ends } else { &world.forgets };
         broken.store(true, Ordering::SeqCst);
         let mut client = lab.ask(|_| {});
-        client.until("it is not live", |client| client.agents.get(&1).is_some_and(|it| it.state == state)).await;
+        client
+            .until("it is not live", |client| client.agents.get(&1).is_some_and(|it| it.state == state))
+            .await;
         sleep(Duration::from_secs(300)).await;
         let watches = world.watches.load(Ordering::SeqCst);
         assert!((8..=40).contains(&watches), "{watches} watches in 300 s");

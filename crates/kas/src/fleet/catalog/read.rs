@@ -8,20 +8,21 @@ use ::fleet::{
     inventory::{self, Inventory, Service, Workload},
 };
 use cluster_call::{Cluster, ServiceRequest};
-use futures_util::future::try_join_all;
+use futures_util::future::{try_join, try_join_all};
 use grpc::{Code, Status};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use kube_request::escape;
 use views::{Form, Page, table};
 
-use super::Known;
+use super::{Known, kept::Weigh};
 use crate::views::{Source as _, Tunnel};
 
 /// Objects on a page, and objects that are read whole on one.
 const PAGE: usize = 500;
 const PAGE_OF_OBJECTS: usize = 100;
-/// The most objects of one kind.
+/// The most objects of one kind, and the most pages, beside the first one of each namespace.
 const MOST_OBJECTS: usize = 20_000;
+const MOST_PAGES: usize = 500;
 /// The most versions that components are asked for.
 const MOST_PROBES: usize = 20;
 /// The largest answer to such a question, in bytes.
@@ -50,6 +51,21 @@ struct List<'a> {
     query: &'a str,
     accept: &'a str,
     page: usize,
+}
+
+/// What was taken of a page.
+struct Taken {
+    /// Names the next page; empty: there is none.
+    next: String,
+    objects: usize,
+    /// What is kept of it.
+    bytes: usize,
+}
+
+impl Taken {
+    fn of<T: Weigh>(next: String, items: &[T]) -> Self {
+        Self { next, objects: items.len(), bytes: items.iter().map(Weigh::weigh).sum() }
+    }
 }
 
 /// Reads one cluster as one user.
@@ -87,21 +103,21 @@ impl<'a> Reader<'a> {
             page: PAGE,
         });
         let services = List { what: "services", api: "api/v1", plural: "services", ..table_of() };
-        let pages = try_join_all(lists.iter().chain([&services]).map(|list| self.rows(list))).await?;
-        let mut inventory = Inventory { groups, ..Inventory::default() };
-        for (list, (pages, gaps)) in lists.iter().zip(&pages) {
-            missing.extend(gaps.iter().cloned());
-            let is_without =
-                pages.iter().any(|page| column(page, "Images").is_none() && !page.rows.is_empty());
-            if is_without {
-                missing.push(format!("{}: the API server prints no images", list.what));
-            }
-            inventory.workloads.extend(pages.iter().flat_map(|page| workloads(list.what, page)));
+        let reading = lists.iter().map(|list| {
+            self.rows(list, move |page| {
+                let is_without = column(page, "Images").is_none() && !page.rows.is_empty();
+                let gap = is_without.then(|| format!("{}: the API server prints no images", list.what));
+                (workloads(list.what, page).collect(), gap)
+            })
+        });
+        let services = self.rows(&services, |page| (of_services(page).collect(), None));
+        let (workloads, (services, gaps)) = try_join(try_join_all(reading), services).await?;
+        let mut inventory = Inventory { groups, services, ..Inventory::default() };
+        for (workloads, gaps) in workloads {
+            missing.extend(gaps);
+            inventory.workloads.extend(workloads);
         }
-        if let Some((pages, gaps)) = pages.last() {
-            missing.extend(gaps.iter().cloned());
-            inventory.services.extend(pages.iter().flat_map(of_services));
-        }
+        missing.extend(gaps);
         let found = rules.find(&inventory);
         let mut components = found.components;
         if found.is_cut {
@@ -166,9 +182,9 @@ impl<'a> Reader<'a> {
             let gaps = self
                 .pages(&list, |body| {
                     let page = applications::page(kind, body).map_err(|error| error.to_string())?;
-                    let count = page.told.len();
+                    let taken = Taken::of(page.next, &page.told);
                     told.extend(page.told);
-                    Ok((page.next, count))
+                    Ok(taken)
                 })
                 .await?;
             missing.extend(gaps);
@@ -186,9 +202,11 @@ impl<'a> Reader<'a> {
             let gaps = self
                 .pages(&list, |body| {
                     let page = table::page(Form::Metadata, body).map_err(|error| error.to_string())?;
-                    let count = page.rows.len();
-                    secrets.extend(page.rows.into_iter().map(|row| (row.namespace, row.labels)));
-                    Ok((page.next, count))
+                    let mut rows: Vec<(String, String)> =
+                        page.rows.into_iter().map(|row| (row.namespace, row.labels)).collect();
+                    let taken = Taken::of(page.next, &rows);
+                    secrets.append(&mut rows);
+                    Ok(taken)
                 })
                 .await?;
             missing.extend(gaps);
@@ -199,36 +217,50 @@ impl<'a> Reader<'a> {
         Ok((told, missing))
     }
 
-    /// Reads a list as tables.
-    async fn rows(&self, list: &List<'_>) -> Result<(Vec<Page>, Vec<String>), String> {
-        let mut pages = Vec::new();
-        let gaps = self
+    /// Reads a list as tables. `reduce` gets a page, and returns what is kept of it, and what is missing.
+    async fn rows<T: Weigh + Send>(
+        &self,
+        list: &List<'_>,
+        reduce: impl Fn(&Page) -> (Vec<T>, Option<String>) + Send + Sync,
+    ) -> Result<(Vec<T>, Vec<String>), String> {
+        let (mut kept, mut missing) = (Vec::new(), None);
+        let mut gaps = self
             .pages(list, |body| {
                 let page = table::page(Form::Table, body).map_err(|error| error.to_string())?;
-                let (next, count) = (page.next.clone(), page.rows.len());
-                pages.push(page);
-                Ok((next, count))
+                let (mut items, gap) = reduce(&page);
+                missing = missing.take().or(gap);
+                let taken = Taken::of(page.next, &items);
+                kept.append(&mut items);
+                Ok(taken)
             })
             .await?;
-        Ok((pages, gaps))
+        gaps.extend(missing);
+        Ok((kept, gaps))
     }
 
-    /// Reads a list page by page, in each namespace. `take` gets a page, and returns the name of the next one
-    /// and the number of objects. Returns what may not be read.
+    /// Reads a list page by page, in each namespace. `take` gets a page, and keeps what is needed of it. Returns
+    /// what may not be read.
     async fn pages(
         &self,
         list: &List<'_>,
-        mut take: impl FnMut(&[u8]) -> Result<(String, usize), String> + Send,
+        mut take: impl FnMut(&[u8]) -> Result<Taken, String> + Send,
     ) -> Result<Vec<String>, String> {
         let mut gaps = Vec::new();
         let scopes: Vec<String> = match self.namespaces {
             [] => vec![String::new()],
             some => some.iter().map(|name| format!("/namespaces/{}", escape(name))).collect(),
         };
-        let mut count = 0;
+        let (mut count, mut pages) = (0, 0);
         for scope in scopes {
             let (mut next, mut limit) = (String::new(), list.page);
             loop {
+                if !next.is_empty() || limit < list.page {
+                    pages += 1;
+                }
+                if pages > MOST_PAGES {
+                    gaps.push(format!("{}: there are more than {MOST_PAGES} pages", list.what));
+                    return Ok(gaps);
+                }
                 let mut path = format!("/{}{scope}/{}?limit={limit}", list.api, list.plural);
                 for more in [list.query, &continued(&next)] {
                     if !more.is_empty() {
@@ -257,12 +289,16 @@ impl<'a> Reader<'a> {
                         break;
                     }
                 }
-                let (after, objects) = if answer.body.len() > LARGE {
+                let Taken { next: after, objects, bytes } = if answer.body.len() > LARGE {
                     tokio::task::block_in_place(|| take(&answer.body))?
                 } else {
                     take(&answer.body)?
                 };
-                count += objects;
+                // What was unpacked is given back here.
+                drop(answer);
+                self.tunnel.cluster().take(bytes).map_err(|status| text(&status))?;
+                // A page without objects is work, too.
+                count += objects.max(1);
                 if after.is_empty() {
                     break;
                 }

@@ -5,12 +5,12 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
+use ::sinks::Verdict;
 use async_trait::async_trait;
 use ids::AgentId;
 use kas_config::{Sink, SinkTarget};
 use prometheus_client::registry::Registry;
 use serde_json::json;
-use ::sinks::Verdict;
 use tokio::time::sleep;
 
 use super::*;
@@ -73,7 +73,7 @@ impl Source for Arc<Played> {
         };
         let items: Vec<_> = (1..=self.events).map(event).collect();
         let page = json!({"metadata": {"resourceVersion": "900"}, "items": items});
-        Ok(Answer { status: 200, body: page.to_string().into() })
+        Ok(Answer::new(200, page.to_string().into()))
     }
 
     async fn watch(&self, _: &str, _: &str, _: &str) -> Result<Box<dyn Watched>, Status> {

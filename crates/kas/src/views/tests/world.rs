@@ -193,7 +193,7 @@ impl Source for Arc<World> {
         let refuses = self.refuses.load(Ordering::SeqCst);
         if refuses != 0 {
             let body = json!({"kind": "Status", "message": "played"}).to_string().into();
-            return Ok(Answer { status: i32::try_from(refuses).unwrap(), body });
+            return Ok(Answer::new(i32::try_from(refuses).unwrap(), body));
         }
         let limit: usize = parameter(target, "limit").unwrap().parse().unwrap();
         if limit > self.fits.load(Ordering::SeqCst) {
@@ -201,7 +201,7 @@ impl Source for Arc<World> {
         }
         let is_table = accept.contains("as=Table");
         if is_table && !self.prints.load(Ordering::SeqCst) {
-            return Ok(Answer { status: 406, body: Bytes::new() });
+            return Ok(Answer::new(406, Bytes::new()));
         }
         let after: usize = parameter(target, "continue").map_or(0, |token| token.parse().unwrap());
         let objects = self.objects.lock();
@@ -223,7 +223,7 @@ impl Source for Arc<World> {
             let items: Vec<&Value> = rows.iter().map(|row| &row["object"]).collect();
             json!({"kind": "PartialObjectMetadataList", "metadata": metadata, "items": items})
         };
-        Ok(Answer { status: 200, body: body.to_string().into() })
+        Ok(Answer::new(200, body.to_string().into()))
     }
 
     async fn post(&self, _: &str, object: Bytes) -> Result<Answer, Status> {
@@ -237,7 +237,7 @@ impl Source for Arc<World> {
         let is_allowed = !self.denied.lock().contains(&asked);
         self.reviews.lock().push(asked);
         let body = json!({"kind": "SelfSubjectAccessReview", "status": {"allowed": is_allowed}});
-        Ok(Answer { status: 201, body: body.to_string().into() })
+        Ok(Answer::new(201, body.to_string().into()))
     }
 
     async fn watch(&self, target: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
