@@ -80,6 +80,8 @@ use crate::{
 
 /// Lists of feeds without rows at once.
 const COLD: usize = 64;
+/// Feeds of one agent: as many watches are open at its API server.
+const PER_AGENT: usize = 200;
 /// Subscriptions of one caller.
 const PER_CALLER: usize = 64;
 /// The largest file with views, in bytes.
@@ -154,7 +156,7 @@ pub struct Hub {
     epoch: u64,
     metrics: Arc<ViewMetrics>,
     phase: watch::Receiver<Phase>,
-    feeds: Mutex<HashMap<FeedKey, Running>>,
+    feeds: Mutex<Feeds>,
     cold: Semaphore,
     versions: Versions,
     /// The versions at which changes began that have not been told yet, and how many did.
@@ -172,6 +174,20 @@ impl std::fmt::Debug for Hub {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Hub").field("settings", &self.settings).finish_non_exhaustive()
     }
+}
+
+/// The feeds of each agent that has some.
+type Feeds = HashMap<AgentId, HashMap<FeedKey, Running>>;
+
+/// Why a feed cannot be looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum NoFeed {
+    #[error(
+        "{PER_AGENT} resources and namespaces of this agent are read already, which is the most: ask for fewer namespaces"
+    )]
+    TooMany,
+    #[error("the rows of all views need more than views.memory, {0} bytes")]
+    Full(usize),
 }
 
 /// A feed, and the task that reads it.
@@ -242,19 +258,61 @@ impl Hub {
         &self.definitions
     }
 
-    /// Looks at a feed, which is read from now on.
-    fn look(self: &Arc<Self>, key: FeedKey, looker: u64, number: usize, wake: &Arc<Wake>) -> Look {
+    /// Looks at feeds of one agent, each known by its number. They are read from now on.
+    ///
+    /// # Errors
+    /// If one of them cannot be read. Then none is looked at.
+    fn look(
+        self: &Arc<Self>,
+        agent: AgentId,
+        keys: Vec<(usize, FeedKey)>,
+        looker: u64,
+        wake: &Arc<Wake>,
+    ) -> Result<Vec<(usize, Look)>, NoFeed> {
         let mut feeds = self.feeds.lock();
-        if let Some(running) = feeds.get(&key)
-            && !running.feed.is_closed()
-        {
-            return Look::new(Arc::clone(&running.feed), looker, number, wake);
+        let (mut looks, mut new) = (Vec::with_capacity(keys.len()), Vec::new());
+        for (number, key) in keys {
+            let known = feeds.get(&agent).and_then(|feeds| feeds.get(&key));
+            match known.filter(|running| !running.feed.is_closed()) {
+                Some(known) => {
+                    looks.push((number, Look::new(Arc::clone(&known.feed), looker, number, wake)));
+                }
+                None => new.push((number, key)),
+            }
         }
-        let feed = Feed::new(key.clone(), self);
-        let look = Look::new(Arc::clone(&feed), looker, number, wake);
-        let task = tokio::spawn(Arc::clone(self).keep(Arc::clone(&feed))).abort_handle();
-        feeds.insert(key, Running { feed, task });
-        look
+        let count = feeds.get(&agent).map_or(0, HashMap::len) + new.len();
+        let mut surplus = count.saturating_sub(PER_AGENT);
+        for key in idle(feeds.get(&agent).into_iter(), None) {
+            if surplus == 0 {
+                break;
+            }
+            surplus -= 1;
+            self.remove(&mut feeds, &key);
+        }
+        if surplus > 0 {
+            return Err(NoFeed::TooMany);
+        }
+        if !self.make_room(&mut feeds, None, new.len() * feed::COST) {
+            return Err(NoFeed::Full(self.settings.memory));
+        }
+        for (number, key) in new {
+            let feed = Feed::new(key.clone(), self);
+            looks.push((number, Look::new(Arc::clone(&feed), looker, number, wake)));
+            let task = tokio::spawn(Arc::clone(self).keep(Arc::clone(&feed))).abort_handle();
+            feeds.entry(agent).or_default().insert(key, Running { feed, task });
+        }
+        Ok(looks)
+    }
+
+    /// Removes a feed.
+    fn remove(&self, feeds: &mut Feeds, key: &FeedKey) {
+        let Some(of_agent) = feeds.get_mut(&key.agent) else { return };
+        if let Some(running) = of_agent.remove(key) {
+            running.feed.close(self);
+        }
+        if of_agent.is_empty() {
+            feeds.remove(&key.agent);
+        }
     }
 
     /// Reads a feed until nobody has looked for a while.
@@ -286,9 +344,10 @@ impl Hub {
                 continue;
             }
             feed.close(self);
-            if feeds.get(&feed.key).is_some_and(|running| Arc::ptr_eq(&running.feed, feed)) {
+            let known = feeds.get(&feed.key.agent).and_then(|feeds| feeds.get(&feed.key));
+            if known.is_some_and(|running| Arc::ptr_eq(&running.feed, feed)) {
                 // It ends this task, at its next await: that is the last one.
-                feeds.remove(&feed.key);
+                self.remove(&mut feeds, &feed.key);
             }
             return;
         }
@@ -303,22 +362,24 @@ impl Hub {
         all <= self.settings.memory
     }
 
-    /// Removes feeds that nobody looks at, the oldest first, until the rest fits. Returns whether it does.
-    fn make_room(&self, keep: &Feed) -> bool {
-        let mut feeds = self.feeds.lock();
-        let idle = feeds.values().filter(|running| !std::ptr::eq(&*running.feed, keep));
-        let mut idle: Vec<(Instant, FeedKey)> =
-            idle.filter_map(|running| Some((running.feed.idle_since()?, running.feed.key.clone()))).collect();
-        idle.sort_by_key(|(since, _)| *since);
-        for (_, key) in idle {
-            if self.bytes.load(Ordering::SeqCst) <= self.settings.memory {
-                break;
-            }
-            if let Some(running) = feeds.remove(&key) {
-                running.feed.close(self);
+    /// Whether so many bytes more fit, if feeds are removed that nobody looks at, the oldest first.
+    fn has_room(&self, keep: Option<&Feed>, more: usize) -> bool {
+        self.make_room(&mut self.feeds.lock(), keep, more)
+    }
+
+    /// As [`has_room`](Self::has_room).
+    fn make_room(&self, feeds: &mut Feeds, keep: Option<&Feed>, more: usize) -> bool {
+        let fits = || self.bytes.load(Ordering::SeqCst).saturating_add(more) <= self.settings.memory;
+        if fits() {
+            return true;
+        }
+        for key in idle(feeds.values(), keep) {
+            self.remove(feeds, &key);
+            if fits() {
+                return true;
             }
         }
-        self.bytes.load(Ordering::SeqCst) <= self.settings.memory
+        false
     }
 
     /// A change begins. Until the value is dropped, [`told`](Self::told) is not above it.
@@ -404,6 +465,19 @@ impl Hub {
         };
         agents.into_iter().filter_map(means).collect()
     }
+}
+
+/// Returns the feeds that nobody looks at, but for one, the oldest first.
+fn idle<'a>(
+    feeds: impl Iterator<Item = &'a HashMap<FeedKey, Running>>,
+    keep: Option<&Feed>,
+) -> Vec<FeedKey> {
+    let all = feeds.flat_map(HashMap::values).map(|running| &*running.feed);
+    let others = all.filter(|feed| !keep.is_some_and(|keep| std::ptr::eq(*feed, keep)));
+    let mut idle: Vec<(Instant, FeedKey)> =
+        others.filter_map(|feed| Some((feed.idle_since()?, feed.key.clone()))).collect();
+    idle.sort_by_key(|(since, _)| *since);
+    idle.into_iter().map(|(_, key)| key).collect()
 }
 
 /// A change that has not been told yet, see [`Hub::begin_change`].

@@ -15,7 +15,7 @@ use tokio::{sync::mpsc, time::Instant};
 use views::{AgentState, Resource, View};
 
 use super::{
-    Hub, Selected,
+    Hub, NoFeed, Selected,
     feed::{FeedKey, Look, What},
     question::{MOST_NAMESPACES, Question},
     reviews,
@@ -228,8 +228,9 @@ impl Director {
         while let Some((agent, found)) = asking.next().await {
             match found {
                 Found::Allowed(targets, asked, missing) => {
-                    self.attach(&agent, targets, asked).await;
-                    if !missing.is_empty() {
+                    if let Some(reason) = self.attach(&agent, targets, asked).await? {
+                        cannot.push((agent.id, agent.name, AgentState::Absent, reason));
+                    } else if !missing.is_empty() {
                         let reason = may_not(&missing);
                         cannot.push((agent.id, agent.name, AgentState::Forbidden, reason));
                     }
@@ -281,27 +282,45 @@ impl Director {
         self.tell(Note::Agent { agent, name, state, reason }).await;
     }
 
-    async fn attach(&mut self, agent: &Selected, targets: Vec<Target>, asked: Instant) {
+    /// Attaches the feeds of an agent, whose rights were asked for at `asked`. Returns why that cannot be done now.
+    ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED` if there is no memory for them.
+    async fn attach(
+        &mut self,
+        agent: &Selected,
+        targets: Vec<Target>,
+        asked: Instant,
+    ) -> Result<Option<String>, Status> {
         let asker = Arc::clone(&self.asker);
         let is_summary = asker.question.view.is_summary();
-        let keys: BTreeSet<(usize, Option<Arc<str>>)> = match is_summary {
+        let places: BTreeSet<(usize, Option<Arc<str>>)> = match is_summary {
             true => [(0, None)].into(),
             false => targets.iter().map(|target| (target.resource, target.namespace.clone())).collect(),
         };
-        self.told.remove(&agent.id);
-        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN });
-        for (resource, namespace) in keys {
+        let mut keys = Vec::with_capacity(places.len());
+        for (resource, namespace) in places {
             let what = match (is_summary, asker.resources.get(resource)) {
                 (true, _) => What::Summary,
                 (false, Some(resource)) => What::Objects(Arc::clone(resource)),
                 (false, None) => continue,
             };
-            let number = self.number;
+            keys.push((self.number, FeedKey { agent: agent.id, what, namespace }));
             self.number += 1;
-            let key = FeedKey { agent: agent.id, what, namespace };
-            let look = asker.hub.look(key, self.looker, number, &self.wake);
+        }
+        let looks = match asker.hub.look(agent.id, keys, self.looker, &self.wake) {
+            Ok(looks) => looks,
+            Err(why @ NoFeed::TooMany) => return Ok(Some(why.to_string())),
+            Err(why @ NoFeed::Full(_)) => {
+                return Err(Status::new(Code::ResourceExhausted, why.to_string()));
+            }
+        };
+        self.told.remove(&agent.id);
+        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN });
+        for (number, look) in looks {
             self.tell(Note::Attach { agent: agent.id, name: agent.name.clone(), number, look }).await;
         }
+        Ok(None)
     }
 
     /// Asks again for what is due, and for what soon is.

@@ -12,7 +12,10 @@ use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
 use views::{AgentState, Resource, Store};
 
-use super::{Hub, wake::Wake};
+use super::{Hub, NoFeed, wake::Wake};
+
+/// What a feed takes of the memory of views without any rows: its task, and the watch.
+pub(super) const COST: usize = 4 << 10;
 
 /// What a feed reads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -87,6 +90,8 @@ impl std::fmt::Debug for Feed {
 
 impl Feed {
     pub(super) fn new(key: FeedKey, hub: &Arc<Hub>) -> Arc<Self> {
+        let mut counted = 0;
+        hub.count(&mut counted, COST);
         let inner = Inner {
             store: Store::new(&hub.versions),
             condition: Condition {
@@ -95,7 +100,7 @@ impl Feed {
                 since: Instant::now(),
                 is_full: false,
             },
-            counted: 0,
+            counted,
             idle_since: Instant::now(),
             is_closed: false,
         };
@@ -126,20 +131,17 @@ impl Feed {
                 return false;
             }
             f(&mut inner.store);
-            let bytes = inner.store.bytes();
+            let bytes = COST + inner.store.bytes();
             hub.count(&mut inner.counted, bytes)
         };
-        let fits = fits || hub.make_room(self);
+        let fits = fits || hub.has_room(Some(self), 0);
         if !fits {
             let mut inner = self.inner.lock();
             inner.store.clear(&hub.versions);
-            hub.count(&mut inner.counted, 0);
+            hub.count(&mut inner.counted, COST);
             inner.condition = Condition {
                 state: AgentState::Stale,
-                reason: format!(
-                    "the rows of all views need more than views.memory, {} bytes",
-                    hub.settings.memory
-                ),
+                reason: NoFeed::Full(hub.settings.memory).to_string(),
                 since: Instant::now(),
                 is_full: true,
             };

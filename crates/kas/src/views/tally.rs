@@ -28,6 +28,8 @@ const MOST_STATES: usize = 16;
 #[derive(Debug)]
 pub(crate) struct Tally {
     looks: Vec<Look>,
+    /// Why nothing is looked at.
+    flaw: Option<String>,
     wake: Arc<Wake>,
     /// When the next change is told; `None`: there is none.
     due: Option<Instant>,
@@ -56,7 +58,7 @@ impl Tally {
             1..=MOST_NAMESPACES => named.into_iter().map(|name| Some(name.into())).collect(),
             _ => vec![None],
         };
-        let mut looks = Vec::new();
+        let mut keys = Vec::new();
         let resources =
             VIEWS.iter().filter_map(|name| hub.definitions.get(name)).flat_map(|view| &view.resources);
         for resource in resources {
@@ -64,10 +66,14 @@ impl Tally {
             for namespace in &namespaces {
                 let key = FeedKey { agent, what: what.clone(), namespace: namespace.clone() };
                 // A looker knows a feed by a number of its own.
-                looks.push(hub.look(key, looker, looks.len(), &wake));
+                keys.push((keys.len(), key));
             }
         }
-        Self { looks, wake, due: None }
+        let (looks, flaw) = match hub.look(agent, keys, looker, &wake) {
+            Ok(looks) => (looks.into_iter().map(|(_, look)| look).collect(), None),
+            Err(why) => (Vec::new(), Some(why.to_string())),
+        };
+        Self { looks, flaw, wake, due: None }
     }
 
     /// Waits for a change.
@@ -91,6 +97,9 @@ impl Tally {
     pub(crate) fn counts(&self) -> Counts {
         let mut counts =
             Counts { state: AgentState::Live, reason: String::new(), namespaces: 0, resources: Vec::new() };
+        if let Some(flaw) = &self.flaw {
+            (counts.state, counts.reason) = (AgentState::Absent, flaw.clone());
+        }
         let mut namespaces = BTreeSet::new();
         for look in &self.looks {
             let feed = look.feed();

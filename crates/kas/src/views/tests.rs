@@ -317,6 +317,36 @@ async fn rows_that_do_not_fit_into_the_memory_end_the_subscription() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_feeds_of_an_agent_are_bounded_and_each_takes_memory() {
+    let lab = Lab::new(2);
+    let namespaces = |part: usize| (0..25).map(|n| format!("ns-{part}-{n}")).collect();
+    let mut clients: Vec<_> =
+        (0..8).map(|part| lab.ask(|request| request.namespaces = namespaces(part))).collect();
+    for client in &mut clients {
+        assert_eq!(client.synced().await.unwrap().unanswered.len(), 0);
+    }
+    assert!(lab.hub.bytes.load(Ordering::SeqCst) >= 400 * super::feed::COST);
+    lab.world().put("ns-9-0", "a", "Running", 0);
+    let mut late = lab.ask(|request| request.namespaces = namespaces(9));
+    late.synced().await.unwrap();
+    let agent = &late.agents[&1];
+    assert_eq!(agent.state, "absent");
+    assert!(agent.reason.contains("200 resources and namespaces of this agent"), "{agent:?}");
+    // Others look at what there is already, and what nobody looks at makes room.
+    assert_eq!(lab.ask(|request| request.namespaces = namespaces(0)).synced().await.unwrap().unanswered, []);
+    clients.truncate(7);
+    late.until("there is room", |client| client.agents[&1].state == "live").await;
+    assert_eq!(late.rows.len(), 1);
+    assert_eq!(lab.hub.feeds.lock()[&self::world::agent(1)].len(), 200);
+
+    let small = Lab::with(1, 20 * super::feed::COST);
+    let status = small.ask(|request| request.namespaces = namespaces(0)).synced().await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().contains("views.memory"), "{status:?}");
+    assert_eq!(small.hub.bytes.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn feeds_are_read_until_a_while_after_the_last_caller() {
     let lab = Lab::new(1);
     let world = lab.world();
