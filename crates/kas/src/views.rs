@@ -13,6 +13,7 @@ mod feed;
 mod http;
 mod kind;
 mod lines;
+mod messages;
 mod metrics;
 mod question;
 mod reader;

@@ -10,6 +10,7 @@ use std::{
 use futures_util::{StreamExt as _, stream};
 use grpc::{Code, Status};
 use ids::AgentId;
+use parking_lot::Mutex;
 use proto::kas::api::v1::UnansweredReplica;
 use tokio::{sync::mpsc, time::Instant};
 use views::{AgentState, Resource, View};
@@ -37,6 +38,9 @@ const MOST_NAMED: usize = 5;
 const AGAIN: Duration = Duration::from_secs(60);
 /// Without an answer about rights for this long, the subscription ends.
 const SILENT: Duration = Duration::from_secs(300);
+/// After so long without an answer about all that is attached, no rows are told, whatever the reason is. The
+/// director may wait for a caller that reads slowly, or for many agents.
+pub(super) const STALE: Duration = Duration::from_secs(60 + 300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);
 /// After agents came or went, they are looked for once more: which ones a caller reaches may be known only a
@@ -53,6 +57,23 @@ pub(super) enum Note {
     Complete(Vec<UnansweredReplica>),
     /// The subscription ends.
     Ended(Status),
+}
+
+/// When the caller was last known to be allowed all that is attached, as the director tells the subscription.
+#[derive(Debug, Clone)]
+pub(super) struct Said(Arc<Mutex<Instant>>);
+
+impl Default for Said {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Instant::now())))
+    }
+}
+
+impl Said {
+    /// Whether that is so long ago that nothing may be told any more.
+    pub(super) fn is_stale(&self) -> bool {
+        self.0.lock().elapsed() > STALE
+    }
 }
 
 /// What the caller may see of an agent, and when that was said.
@@ -79,6 +100,7 @@ pub(super) struct Director {
     looker: u64,
     wake: Arc<Wake>,
     notes: mpsc::Sender<Note>,
+    said: Said,
     attached: BTreeMap<AgentId, Attached>,
     /// Agents that were told to be away, forbidden or silent, so that they are told of once.
     told: BTreeMap<AgentId, (AgentState, String)>,
@@ -110,13 +132,15 @@ impl Director {
         looker: u64,
         wake: Arc<Wake>,
         notes: mpsc::Sender<Note>,
+        said: Said,
     ) -> Self {
         let resources = match question.view.is_summary() {
             true => View::counted().map(|(_, resource)| Arc::new(resource)).into(),
             false => question.view.resources.iter().cloned().map(Arc::new).collect(),
         };
         let asker = Arc::new(Asker { hub, question, rights, resources });
-        Self { asker, looker, wake, notes, attached: BTreeMap::new(), told: BTreeMap::new(), number: 0 }
+        let (attached, told) = (BTreeMap::new(), BTreeMap::new());
+        Self { asker, looker, wake, notes, said, attached, told, number: 0 }
     }
 
     /// Runs until the subscription is dropped or ends.
@@ -358,6 +382,8 @@ impl Director {
                 Ok(Err(_)) | Err(_) => attached.next = Instant::now() + AGAIN,
             }
         }
+        let oldest = self.attached.values().map(|attached| attached.asked).min();
+        *self.said.0.lock() = oldest.unwrap_or_else(Instant::now);
         Ok(())
     }
 }

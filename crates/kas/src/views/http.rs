@@ -17,7 +17,7 @@ use kubernetes_api::{Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal}
 use proto::kas::api::v1::watch_view_response::Event;
 
 use self::{form::Form, json::Printer};
-use super::{Hub, Question, Subscription, caller::HttpCaller};
+use super::{Hub, Question, Subscription, caller::HttpCaller, messages::Messages};
 
 /// An answer up to this size is made before it is sent, so that an error can still be its status.
 const WHOLE: usize = 1 << 20;
@@ -56,8 +56,8 @@ impl Fleet for HttpViews {
             let question = Question::read(request, self.hub.definitions(), &name)?;
             Subscription::begin(&self.hub, question, &name, Arc::new(rights), !watch)
         };
-        let subscription = begin().map_err(|status| refusal(&status))?;
-        let answer = if watch { events(subscription).await } else { document(subscription).await };
+        let messages = Messages::of(begin().map_err(|status| refusal(&status))?);
+        let answer = if watch { events(messages).await } else { document(messages).await };
         answer.map_err(|status| refusal(&status))
     }
 }
@@ -66,8 +66,8 @@ impl Fleet for HttpViews {
 ///
 /// # Cancel safety
 /// Cancel safe.
-async fn next(subscription: &mut Subscription) -> Result<Option<Event>, Status> {
-    match subscription.next().await {
+async fn next(messages: &mut Messages) -> Result<Option<Event>, Status> {
+    match messages.next().await {
         None => Ok(None),
         Some(Err(status)) => Err(status),
         Some(Ok(message)) => Ok(message.event),
@@ -75,11 +75,11 @@ async fn next(subscription: &mut Subscription) -> Result<Option<Event>, Status> 
 }
 
 /// Answers with all rows, as one document.
-async fn document(mut subscription: Subscription) -> Result<FleetAnswer, Status> {
+async fn document(mut messages: Messages) -> Result<FleetAnswer, Status> {
     let mut printer = Printer::default();
     let mut begun = String::from("{\"rows\":[");
     while begun.len() < WHOLE {
-        let Some(event) = next(&mut subscription).await? else {
+        let Some(event) = next(&mut messages).await? else {
             return Err(Status::new(Code::Unavailable, "the view has ended before all rows were there"));
         };
         if printer.document(&event, &mut begun) {
@@ -87,11 +87,11 @@ async fn document(mut subscription: Subscription) -> Result<FleetAnswer, Status>
         }
     }
     struct Going {
-        subscription: Subscription,
+        messages: Messages,
         printer: Printer,
         is_over: bool,
     }
-    let going = Going { subscription, printer, is_over: false };
+    let going = Going { messages, printer, is_over: false };
     let rest = stream::try_unfold((Some(begun), going), |(begun, mut going)| async move {
         if let Some(begun) = begun {
             return Ok(Some((Frame::data(Bytes::from(begun)), (None, going))));
@@ -101,7 +101,7 @@ async fn document(mut subscription: Subscription) -> Result<FleetAnswer, Status>
         }
         let mut part = String::new();
         // The client sees that the document has no end.
-        let Some(event) = next(&mut going.subscription).await.map_err(error)? else {
+        let Some(event) = next(&mut going.messages).await.map_err(error)? else {
             return Err(error(Status::new(Code::Unavailable, "the view has ended")));
         };
         going.is_over = going.printer.document(&event, &mut part);
@@ -116,11 +116,11 @@ fn error(status: Status) -> BoxError {
 
 /// Answers with rows and every change, as server-sent events. Nothing is queued: an event is made when the
 /// client has taken the one before.
-async fn events(mut subscription: Subscription) -> Result<FleetAnswer, Status> {
+async fn events(mut messages: Messages) -> Result<FleetAnswer, Status> {
     let mut printer = Printer::default();
     let mut begun = RETRY.to_owned();
     loop {
-        let Some(event) = next(&mut subscription).await? else {
+        let Some(event) = next(&mut messages).await? else {
             return Err(Status::new(Code::Unavailable, "the view has ended"));
         };
         printer.event(&event, &mut begun);
@@ -129,22 +129,22 @@ async fn events(mut subscription: Subscription) -> Result<FleetAnswer, Status> {
             break;
         }
     }
-    let state = (Some(begun), Some((subscription, printer)));
+    let state = (Some(begun), Some((messages, printer)));
     let rest = stream::unfold(state, |(begun, going)| async move {
         if let Some(begun) = begun {
             return Some((begun, (None, going)));
         }
-        let (mut subscription, mut printer) = going?;
+        let (mut messages, mut printer) = going?;
         let mut part = String::new();
-        let going = match tokio::time::timeout(BEAT, next(&mut subscription)).await {
+        let going = match tokio::time::timeout(BEAT, next(&mut messages)).await {
             Err(_) => {
                 part.push_str(":\n\n");
-                Some((subscription, printer))
+                Some((messages, printer))
             }
             Ok(Ok(None)) => return None,
             Ok(Ok(Some(event))) => {
                 printer.event(&event, &mut part);
-                Some((subscription, printer))
+                Some((messages, printer))
             }
             Ok(Err(status)) => {
                 json::ended(code(&status), status.message(), &mut part);

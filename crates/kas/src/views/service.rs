@@ -6,7 +6,7 @@ use futures_util::stream::{self, Stream};
 use grpc::Status;
 use proto::kas::api::v1::{WatchViewRequest, WatchViewResponse};
 
-use super::{ApiCaller, Hub, Question, Subscription};
+use super::{ApiCaller, Hub, Question, Subscription, messages::Messages};
 
 /// The answer to a question.
 pub(crate) type Answers = Pin<Box<dyn Stream<Item = Result<WatchViewResponse, Status>> + Send>>;
@@ -24,16 +24,9 @@ impl Hub {
     ) -> Result<Answers, Status> {
         let question = Question::read(request, self.definitions(), caller)?;
         let subscription = Subscription::begin(self, question, caller, Arc::new(ApiCaller), is_query)?;
-        Ok(subscription.into_stream())
-    }
-}
-
-impl Subscription {
-    /// Returns the messages as a stream.
-    pub(crate) fn into_stream(self) -> Answers {
-        Box::pin(stream::unfold(self, |mut subscription| async move {
-            let next = subscription.next().await?;
-            Some((next, subscription))
-        }))
+        Ok(Box::pin(stream::unfold(Messages::of(subscription), |mut messages| async move {
+            let next = messages.next().await?;
+            Some((next, messages))
+        })))
     }
 }

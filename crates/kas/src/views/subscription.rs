@@ -26,7 +26,7 @@ use views::{AgentState, BoundFilter, Columns, Key, RowRef, Since, Source};
 
 use super::{
     Admitted, Hub,
-    director::{Director, Note},
+    director::{Director, Note, STALE, Said},
     feed::Look,
     question::{Question, Resume},
     rights::Rights,
@@ -79,6 +79,8 @@ pub(crate) struct Subscription {
     wake: Arc<Wake>,
     notes: mpsc::Receiver<Note>,
     director: AbortHandle,
+    /// `None`: what the caller may see does not change.
+    said: Option<Said>,
     feeds: BTreeMap<usize, Seen>,
     agents: BTreeMap<AgentId, AgentSeen>,
     /// The columns that the caller was told, and their types.
@@ -133,7 +135,11 @@ impl Subscription {
         let (sender, notes) = mpsc::channel(NOTES);
         let looker = hub.lookers.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let (hub, of) = (Arc::clone(hub), Arc::clone(&question));
-        let director = Director::new(Arc::clone(&hub), of, rights, looker, Arc::clone(&wake), sender);
+        let said = Said::default();
+        let changes = rights.can_change();
+        let (wakes, told) = (Arc::clone(&wake), said.clone());
+        let director = Director::new(Arc::clone(&hub), of, rights, looker, wakes, sender, told);
+        let said = changes.then_some(said);
         let director = tokio::spawn(director.run()).abort_handle();
         let resume =
             question.resume.clone().filter(|resume| resume.is_of(&hub.me, hub.epoch, question.fingerprint));
@@ -152,6 +158,7 @@ impl Subscription {
             wake,
             notes,
             director,
+            said,
             feeds: BTreeMap::new(),
             agents: BTreeMap::new(),
             columns,
@@ -223,6 +230,10 @@ impl Subscription {
 
     /// Makes the next message; `None`: there is nothing to tell.
     fn made(&mut self) -> Result<Option<Event>, Status> {
+        if self.said.as_ref().is_some_and(Said::is_stale) {
+            let text = format!("it was not known for {STALE:?} what the caller may see: ask again");
+            return Err(Status::new(Code::Unavailable, text));
+        }
         loop {
             if let Some(event) = self.ready.pop_front() {
                 return Ok(Some(event));

@@ -10,9 +10,11 @@ use std::{
 
 use grpc::Code;
 use process::lifecycle::Phase;
+use proto::kas::api::v1::watch_view_response::Event;
 use tokio::time::{Instant, sleep};
 
 use self::world::{Lab, Played};
+use super::messages::Messages;
 
 #[tokio::test(start_paused = true)]
 async fn rows_are_those_of_the_api_server_and_one_watch_serves_all_callers() {
@@ -293,6 +295,46 @@ async fn without_an_answer_about_rights_the_subscription_ends_after_minutes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_caller_who_reads_slowly_gets_no_rows_that_it_may_not_see_any_more() {
+    // The director waits for the caller, so it does not ask again.
+    let lab = Lab::new(70);
+    for world in lab.worlds.values() {
+        world.put("shop", "a", "Running", 0);
+    }
+    let rights = Played::new(&[""]);
+    let mut client = lab.ask_as(rights.clone(), |_| {});
+    sleep(Duration::from_secs(30)).await;
+    rights.namespaces.lock().clear();
+    sleep(Duration::from_secs(400)).await;
+    let status = client.synced().await.unwrap_err();
+    assert_eq!((status.code(), client.received), (Code::Unavailable, 0));
+    assert!(status.message().contains("it was not known for 360s"), "{status:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_nobody_reads_ends_and_one_without_news_does_not() {
+    let lab = Lab::new(1);
+    lab.world().put("shop", "a", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    let mut waits = Messages::of(client.subscription);
+    let mut stalled = Messages::of(lab.ask(|_| {}).subscription);
+    assert!(stalled.next().await.unwrap().is_ok());
+    // One message comes after an hour.
+    let world = Arc::clone(&lab.worlds[&1]);
+    tokio::spawn(async move {
+        sleep(Duration::from_secs(3_600)).await;
+        world.put("shop", "b", "Running", 0);
+    });
+    while !matches!(waits.next().await.unwrap().unwrap().event, Some(Event::Upserted(_))) {}
+    assert_eq!(lab.hub.callers.lock().values().sum::<usize>(), 1, "the other one is gone");
+    let status = stalled.next().await.unwrap().unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+    assert!(status.message().contains("nothing of the answer was read"), "{status:?}");
+    assert!(stalled.next().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
 async fn rows_that_do_not_fit_into_the_memory_end_the_subscription() {
     let lab = Lab::with(2, 100_000);
     for n in 0..200 {
@@ -333,11 +375,13 @@ async fn the_feeds_of_an_agent_are_bounded_and_each_takes_memory() {
     assert_eq!(agent.state, "absent");
     assert!(agent.reason.contains("200 resources and namespaces of this agent"), "{agent:?}");
     // Others look at what there is already, and what nobody looks at makes room.
-    assert_eq!(lab.ask(|request| request.namespaces = namespaces(0)).synced().await.unwrap().unanswered, []);
+    let mut other = lab.ask(|request| request.namespaces = namespaces(0));
+    assert_eq!(other.synced().await.unwrap().unanswered.len(), 0);
+    drop(other);
     clients.truncate(7);
     late.until("there is room", |client| client.agents[&1].state == "live").await;
     assert_eq!(late.rows.len(), 1);
-    assert_eq!(lab.hub.feeds.lock()[&self::world::agent(1)].len(), 200);
+    assert_eq!(lab.hub.feeds.lock()[&world::agent(1)].len(), 200);
 
     let small = Lab::with(1, 20 * super::feed::COST);
     let status = small.ask(|request| request.namespaces = namespaces(0)).synced().await.unwrap_err();
