@@ -1,9 +1,11 @@
 //! The label selector of a request: `app=web,tier!=cache,env in (a,b),!legacy`.
 
-use std::str::FromStr;
+use std::{collections::BTreeSet, str::FromStr};
 
 /// The longest selector, in bytes.
 const LONGEST: usize = 4 * 1024;
+/// The most terms of a selector. Each is looked for among the labels of each row.
+const MOST_TERMS: usize = 32;
 
 /// A label selector, as kubectl writes it. The empty text selects everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,9 +21,9 @@ struct Term {
 enum Test {
     Exists,
     Missing,
-    In(Vec<String>),
+    In(BTreeSet<String>),
     /// Also without the label, as in Kubernetes.
-    NotIn(Vec<String>),
+    NotIn(BTreeSet<String>),
 }
 
 /// Why a text is not a label selector.
@@ -46,9 +48,9 @@ impl Labels {
         self.0.iter().all(|term| match (&term.test, value(&term.key)) {
             (Test::Exists, value) => value.is_some(),
             (Test::Missing, value) => value.is_none(),
-            (Test::In(values), Some(value)) => values.iter().any(|one| one == value),
+            (Test::In(values), Some(value)) => values.contains(value),
             (Test::In(_), None) => false,
-            (Test::NotIn(values), Some(value)) => !values.iter().any(|one| one == value),
+            (Test::NotIn(values), Some(value)) => !values.contains(value),
             (Test::NotIn(_), None) => true,
         })
     }
@@ -85,14 +87,14 @@ fn is_value(value: &str) -> bool {
 fn term(text: &str) -> Option<Term> {
     let text = text.trim();
     let (key, test) = if let Some((key, value)) = text.split_once("!=") {
-        (key, Test::NotIn(vec![value.trim().to_owned()]))
+        (key, Test::NotIn([value.trim().to_owned()].into()))
     } else if let Some((key, value)) = text.split_once('=') {
-        (key, Test::In(vec![value.strip_prefix('=').unwrap_or(value).trim().to_owned()]))
+        (key, Test::In([value.strip_prefix('=').unwrap_or(value).trim().to_owned()].into()))
     } else if let Some(key) = text.strip_prefix('!') {
         (key, Test::Missing)
     } else if let Some((head, values)) = text.split_once('(') {
         let values = values.strip_suffix(')')?;
-        let values: Vec<String> = values.split(',').map(|value| value.trim().to_owned()).collect();
+        let values: BTreeSet<String> = values.split(',').map(|value| value.trim().to_owned()).collect();
         match head.trim().split_once(char::is_whitespace) {
             Some((key, word)) if word.trim() == "in" => (key, Test::In(values)),
             Some((key, word)) if word.trim() == "notin" => (key, Test::NotIn(values)),
@@ -119,8 +121,12 @@ impl FromStr for Labels {
         if text.trim().is_empty() {
             return Ok(Self::default());
         }
+        let terms = terms(text);
+        if terms.len() > MOST_TERMS {
+            return Err(InvalidLabels(format!("{} terms, and {MOST_TERMS} are allowed", terms.len())));
+        }
         let all =
-            terms(text).into_iter().map(|part| term(part).ok_or_else(|| InvalidLabels(format!("{part:?}"))));
+            terms.into_iter().map(|part| term(part).ok_or_else(|| InvalidLabels(format!("{part:?}"))));
         Ok(Self(all.collect::<Result<_, _>>()?))
     }
 }
@@ -158,5 +164,9 @@ mod tests {
         for wrong in [",", "a=b,", "a in b", "a in (b", "a of (b)", "=b", "a=b c", "a>1", "!", "ä", &long] {
             assert!(wrong.parse::<Labels>().is_err(), "{wrong}");
         }
+        let many = |count: usize| vec!["!a"; count].join(",").parse::<Labels>();
+        assert!(many(32).unwrap().matches("b=c"));
+        let error = many(33).unwrap_err().to_string();
+        assert!(error.starts_with("33 terms, and 32 are allowed: expected terms"), "{error}");
     }
 }

@@ -35,6 +35,9 @@ use super::{
 
 /// The most rows of a message.
 const BATCH: usize = 500;
+/// The most rows that are looked at for a message, also those that do not pass. Meanwhile the feed waits, and
+/// after it others have their turn.
+const LOOKED_AT: usize = 5_000;
 /// The most bytes of the cells of a message, but for its last row.
 const BATCH_BYTES: usize = 256 << 10;
 /// Changes within this time are sent together.
@@ -194,6 +197,11 @@ impl Subscription {
                     self.over = ends;
                     return Some(Ok(WatchViewResponse { event: Some(event) }));
                 }
+                Ok(None) if !self.changed.is_empty() => {
+                    // None of many rows has passed.
+                    tokio::task::yield_now().await;
+                    continue;
+                }
                 Ok(None) => {}
                 Err(status) => {
                     self.over = true;
@@ -228,7 +236,7 @@ impl Subscription {
         }
     }
 
-    /// Makes the next message; `None`: there is nothing to tell.
+    /// Makes the next message; `None`: there is nothing to tell, or more rows must be looked at.
     fn made(&mut self) -> Result<Option<Event>, Status> {
         if self.said.as_ref().is_some_and(Said::is_stale) {
             let text = format!("it was not known for {STALE:?} what the caller may see: ask again");
@@ -246,6 +254,9 @@ impl Subscription {
             }
             if !self.changed.is_empty() {
                 self.batch();
+                if self.ready.is_empty() && !self.changed.is_empty() {
+                    return Ok(None);
+                }
                 continue;
             }
             if !self.ready.is_empty() {
@@ -441,13 +452,15 @@ impl Subscription {
                 seen.places = places(&self.columns, columns);
             }
             let filter = self.question.filter.bind(columns, &self.question.view.aliases);
-            let mut bytes = 0;
+            let (mut bytes, mut looked_at) = (0, 0);
             while let Some((of, _)) = self.changed.front()
                 && *of == number
+                && looked_at < LOOKED_AT
                 && upserted.len() + removed.len() < BATCH
                 && bytes < BATCH_BYTES
             {
                 let Some((_, key)) = self.changed.pop_front() else { break };
+                looked_at += 1;
                 let row = inner.store.row(&key);
                 let shown = row.filter(|row| shows(&self.question, &filter, &feed.name, row));
                 match shown {

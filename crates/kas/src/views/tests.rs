@@ -503,6 +503,30 @@ async fn filters_labels_and_columns_choose_and_wrong_ones_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn rows_that_do_not_pass_are_looked_at_in_parts() {
+    let lab = Lab::new(1);
+    for n in 0..12_000 {
+        lab.world().put("shop", &format!("web-{n:05}"), "Running", 0);
+    }
+    lab.ask(|_| {}).synced().await.unwrap();
+    let mut client = lab.ask(|request| request.filter = "name=web-11999".to_owned());
+    // Others have their turn while nothing passes.
+    let turns = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let counted = Arc::clone(&turns);
+    let others = tokio::spawn(async move {
+        loop {
+            counted.fetch_add(1, Ordering::SeqCst);
+            tokio::task::yield_now().await;
+        }
+    });
+    client.until("the row", |client| client.agents.contains_key(&1)).await;
+    let before = turns.load(Ordering::SeqCst);
+    client.until("the row", |client| client.rows.len() == 1).await;
+    assert!(turns.load(Ordering::SeqCst) > before, "they were looked at in parts");
+    others.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn more_rows_than_asked_for_are_left_out_and_told() {
     let lab = Lab::new(1);
     for n in 0..20 {
