@@ -125,8 +125,7 @@ impl FromStr for Labels {
         if terms.len() > MOST_TERMS {
             return Err(InvalidLabels(format!("{} terms, and {MOST_TERMS} are allowed", terms.len())));
         }
-        let all =
-            terms.into_iter().map(|part| term(part).ok_or_else(|| InvalidLabels(format!("{part:?}"))));
+        let all = terms.into_iter().map(|part| term(part).ok_or_else(|| InvalidLabels(format!("{part:?}"))));
         Ok(Self(all.collect::<Result<_, _>>()?))
     }
 }

@@ -20,6 +20,8 @@ const LOG: usize = 4_096;
 const ROW: usize = 176;
 /// What a change takes.
 const CHANGE: usize = 32;
+/// What the name of a row takes that is gone, beside its text, as long as that change is remembered.
+const GONE: usize = 64;
 
 /// Numbers of changes, of all stores of a process. Each is given once.
 #[derive(Debug, Default)]
@@ -127,10 +129,29 @@ pub struct Store {
     columns: Columns,
     rows: BTreeMap<Arc<Key>, Row>,
     texts: Texts,
-    log: VecDeque<(u64, Arc<Key>)>,
+    log: VecDeque<Change>,
     /// Changes up to this version are not known any more.
     forgotten: u64,
+    /// Of rows, of columns, and of the names of rows that are gone and still in the log.
     bytes: usize,
+    of_columns: usize,
+    gone: usize,
+}
+
+/// A row was changed or removed.
+#[derive(Debug)]
+struct Change {
+    version: u64,
+    key: Arc<Key>,
+    /// Nothing but the log has its name.
+    is_removal: bool,
+}
+
+impl Change {
+    /// Returns what it takes beside [`CHANGE`].
+    fn gone(&self) -> usize {
+        if self.is_removal { GONE + self.key.name.len() } else { 0 }
+    }
 }
 
 impl Store {
@@ -143,6 +164,8 @@ impl Store {
             log: VecDeque::new(),
             forgotten: versions.next(),
             bytes: 0,
+            of_columns: 0,
+            gone: 0,
         }
     }
 
@@ -161,9 +184,9 @@ impl Store {
         self.rows.is_empty()
     }
 
-    /// Returns how many bytes of memory the rows and changes take, about.
+    /// Returns how many bytes of memory the rows, columns and changes take, about.
     pub fn bytes(&self) -> usize {
-        self.bytes + self.texts.bytes() + self.log.len() * CHANGE
+        self.bytes + self.of_columns + self.gone + self.texts.bytes() + self.log.len() * CHANGE
     }
 
     /// Returns the names of all rows, by namespace and name.
@@ -181,10 +204,10 @@ impl Store {
         if version < self.forgotten {
             return Since::Unknown;
         }
-        let new = self.log.iter().rev().take_while(|(at, _)| *at > version);
+        let new = self.log.iter().rev().take_while(|change| change.version > version);
         let mut seen = HashSet::new();
         let mut changed: Vec<Arc<Key>> =
-            new.filter(|(_, key)| seen.insert(&**key)).map(|(_, key)| Arc::clone(key)).collect();
+            new.filter(|change| seen.insert(&*change.key)).map(|change| Arc::clone(&change.key)).collect();
         changed.reverse();
         Since::Changes(changed)
     }
@@ -195,6 +218,7 @@ impl Store {
     pub fn page(&mut self, page: Page, listing: &mut Listing, versions: &Versions) -> bool {
         if page.columns != self.columns {
             self.clear(versions);
+            self.of_columns = page.columns.bytes();
             self.columns = page.columns;
             if !listing.seen.is_empty() {
                 return true;
@@ -218,7 +242,8 @@ impl Store {
 
     /// Removes all rows. Readers must read everything anew.
     pub fn clear(&mut self, versions: &Versions) {
-        *self = Self { columns: std::mem::take(&mut self.columns), ..Self::new(versions) };
+        let columns = std::mem::take(&mut self.columns);
+        *self = Self { columns, of_columns: self.of_columns, ..Self::new(versions) };
     }
 
     /// Adds or replaces a row. Nothing changes if it is equal.
@@ -239,7 +264,7 @@ impl Store {
             }
             self.take(&known);
             self.put(Arc::clone(&known), &new, cells);
-            self.note(Arc::clone(&known), versions);
+            self.note(Arc::clone(&known), false, versions);
             return known;
         }
         // One text of a namespace for all of its rows.
@@ -247,19 +272,19 @@ impl Store {
         let key = Arc::new(Key { namespace: self.texts.shared(namespace), name: key.name });
         self.put(Arc::clone(&key), &new, cells);
         self.texts.remove(namespace);
-        self.note(Arc::clone(&key), versions);
+        self.note(Arc::clone(&key), false, versions);
         key
     }
 
     /// Removes a row, if it is there.
     pub fn remove(&mut self, key: &Key, versions: &Versions) {
         if let Some(known) = self.take(key) {
-            self.note(known, versions);
+            self.note(known, true, versions);
         }
     }
 
     fn put(&mut self, key: Arc<Key>, new: &NewRow, cells: usize) {
-        self.bytes += Self::cost(&key, cells);
+        self.bytes += Self::cost(&key, &new.uid, cells);
         let kept = new.cells.get(..cells).unwrap_or_default();
         let row = Row {
             uid: new.uid.clone(),
@@ -275,23 +300,26 @@ impl Store {
 
     fn take(&mut self, key: &Key) -> Option<Arc<Key>> {
         let (known, row) = self.rows.remove_entry(key)?;
-        self.bytes = self.bytes.saturating_sub(Self::cost(&known, row.cells.len()));
+        self.bytes = self.bytes.saturating_sub(Self::cost(&known, &row.uid, row.cells.len()));
         for text in row.cells.iter().chain([&row.labels, &row.owner, &row.namespace]) {
             self.texts.remove(*text);
         }
         Some(known)
     }
 
-    fn cost(key: &Key, cells: usize) -> usize {
-        ROW + key.name.len() + cells * size_of::<Text>()
+    fn cost(key: &Key, uid: &Uid, cells: usize) -> usize {
+        ROW + key.name.len() + uid.bytes() + cells * size_of::<Text>()
     }
 
-    fn note(&mut self, key: Arc<Key>, versions: &Versions) {
+    fn note(&mut self, key: Arc<Key>, is_removal: bool, versions: &Versions) {
         if self.log.len() >= LOG
-            && let Some((version, _)) = self.log.pop_front()
+            && let Some(change) = self.log.pop_front()
         {
-            self.forgotten = version;
+            self.forgotten = change.version;
+            self.gone -= change.gone();
         }
-        self.log.push_back((versions.next(), key));
+        let change = Change { version: versions.next(), key, is_removal };
+        self.gone += change.gone();
+        self.log.push_back(change);
     }
 }

@@ -4,7 +4,7 @@
 //! metadata ([`Form::Metadata`]). Events come as objects ([`Form::Events`]), because their printed ages would
 //! be those of the moment when they were printed.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, sync::Arc};
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -18,6 +18,8 @@ pub const MOST_COLUMNS: usize = 64;
 pub const LONGEST_CELL: usize = 4 * 1024;
 /// The longest name of an object, a namespace or a column, in bytes.
 const LONGEST_NAME: usize = 1024;
+/// The longest uid of an object, in bytes. Kubernetes makes them of 36.
+const LONGEST_UID: usize = 128;
 /// The longest text of all labels of an object, in bytes. An object with more counts as one without.
 const LONGEST_LABELS: usize = 16 * 1024;
 /// The longest continuation token or version, in bytes.
@@ -49,9 +51,10 @@ pub enum Source {
     Age,
 }
 
-/// The columns of rows. The name of an object is none of them, because every row has it.
+/// The columns of rows, shared by whoever clones them. The name of an object is none of them, because every row
+/// has it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Columns(Vec<Column>);
+pub struct Columns(Arc<[Column]>);
 
 impl Columns {
     /// Returns all of them, in their order.
@@ -62,6 +65,12 @@ impl Columns {
     /// Returns how many cells a row has.
     pub fn cells(&self) -> usize {
         self.0.iter().filter(|column| matches!(column.source, Source::Cell(_))).count()
+    }
+
+    /// Returns the bytes that they take, about.
+    pub(crate) fn bytes(&self) -> usize {
+        let of = |column: &Column| size_of::<Column>() + column.name.len() + column.kind.len();
+        self.0.iter().map(of).sum()
     }
 
     /// Returns columns of texts with these titles; the titles of ages are empty.
@@ -307,8 +316,17 @@ fn token(text: Option<String>) -> Result<String, Unreadable> {
 }
 
 fn name(text: Option<String>, what: &str, may_be_empty: bool) -> Result<String, Unreadable> {
+    bounded(text, what, may_be_empty, LONGEST_NAME)
+}
+
+fn bounded(
+    text: Option<String>,
+    what: &str,
+    may_be_empty: bool,
+    longest: usize,
+) -> Result<String, Unreadable> {
     let text = text.unwrap_or_default();
-    if text.len() > LONGEST_NAME || text.is_empty() && !may_be_empty {
+    if text.len() > longest || text.is_empty() && !may_be_empty {
         return Err(Unreadable::new(format!("{what} has {} bytes", text.len())));
     }
     Ok(text)
@@ -350,7 +368,7 @@ impl RawMeta {
         let row = NewRow {
             namespace: name(self.namespace, "a namespace", true)?,
             name: name(self.name, "the name of an object", false)?,
-            uid: Uid::new(&name(self.uid, "the uid of an object", true)?),
+            uid: Uid::new(&bounded(self.uid, "the uid of an object", true, LONGEST_UID)?),
             resource_version: version.parse().unwrap_or(0),
             time: time.or_else(|| seconds(self.created.as_deref())).unwrap_or(0),
             labels,
@@ -414,7 +432,7 @@ fn definitions(raw: Vec<RawColumn>) -> Result<Definitions, Unreadable> {
         }
         columns.push(Column { name, kind, is_wide: priority > 0, source });
     }
-    Ok(Definitions { columns: Columns(columns), kept })
+    Ok(Definitions { columns: Columns(columns.into()), kept })
 }
 
 fn table_row(raw: RawRow, kept: &[usize]) -> Result<(NewRow, String), Unreadable> {

@@ -320,6 +320,45 @@ fn a_reader_who_follows_changes_has_what_the_store_has() {
 }
 
 #[test]
+fn everything_that_an_api_server_can_make_long_is_counted() {
+    let versions = Versions::default();
+    let mut store = Store::new(&versions);
+    listed(&mut store, &versions, list(1, &[row("a", 1, "Running", 0)]));
+    let before = store.bytes();
+    let with_uid = |uid: &str| {
+        let mut row = row("a", 2, "Running", 0);
+        row["object"]["metadata"]["uid"] = uid.into();
+        row
+    };
+    listed(&mut store, &versions, list(2, &[with_uid(&"u".repeat(128))]));
+    let after = store.bytes();
+    assert!((before + 128..before + 300).contains(&after), "{before} {after}");
+    // The names of rows that are gone, as long as the log has them.
+    let long = |n: u64| format!("{}-{n}", "x".repeat(1_000));
+    for n in 0..100 {
+        listed(&mut store, &versions, list(n, &[row(&long(n), n, "Running", 0)]));
+    }
+    listed(&mut store, &versions, list(200, &[]));
+    assert!(store.is_empty() && store.bytes() > 100_000, "{}", store.bytes());
+    for n in 0..5_000 {
+        listed(&mut store, &versions, list(n, &[row("a", n, "Running", n)]));
+    }
+    assert!(store.bytes() < 4_096 * 32 + 5_000, "{}", store.bytes());
+    // Titles of columns.
+    let mut wide = columns();
+    wide[1]["name"] = "y".repeat(1_000).into();
+    let page =
+        json!({"kind": "Table", "metadata": {"resourceVersion": "1"}, "columnDefinitions": wide, "rows": []});
+    listed(&mut store, &versions, table::page(Form::Table, page.to_string().as_bytes()).unwrap());
+    assert!(store.bytes() > 1_000);
+
+    let absurd = json!({"kind": "Table", "metadata": {"resourceVersion": "1"}, "columnDefinitions": columns(),
+        "rows": [with_uid(&"u".repeat(129))]});
+    let error = table::page(Form::Table, absurd.to_string().as_bytes()).unwrap_err().to_string();
+    assert!(error.contains("the uid of an object has 129 bytes"), "{error}");
+}
+
+#[test]
 fn a_row_takes_less_than_300_bytes() {
     let versions = Versions::default();
     let mut store = Store::new(&versions);

@@ -17,6 +17,14 @@ impl Uid {
         Self::uuid(text).unwrap_or_else(|| Self::Other(text.into()))
     }
 
+    /// Returns the bytes that it takes beside itself.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Self::Uuid(_) => 0,
+            Self::Other(text) => text.len(),
+        }
+    }
+
     fn uuid(text: &str) -> Option<Self> {
         let bytes = text.as_bytes();
         let is_dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);

@@ -25,7 +25,7 @@ use tokio::{
 use views::{AgentState, BoundFilter, Columns, Key, RowRef, Since, Source};
 
 use super::{
-    Admitted, Hub,
+    Admitted, Hub, NoFeed,
     director::{Director, Note, STALE, Said},
     feed::Look,
     question::{Question, Resume},
@@ -44,6 +44,11 @@ const BATCH_BYTES: usize = 256 << 10;
 const SETTLE: Duration = Duration::from_millis(20);
 /// How long a caller waits for agents that have not answered until it is told that it has everything else.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// What a row takes that the caller has, and a feed that it looks at.
+const SENT: usize = 24;
+const SEEN: usize = 512;
+/// Changed rows for which there is always room.
+const FEW: usize = 1_024;
 /// Notes of the director that wait.
 const NOTES: usize = 64;
 
@@ -96,6 +101,8 @@ pub(crate) struct Subscription {
     /// Everything up to this version was collected.
     collected: u64,
     rows: usize,
+    /// What of this is counted in the memory of views.
+    counted: usize,
     truncated: bool,
     resume: Option<Resume>,
     complete: Option<Vec<UnansweredReplica>>,
@@ -111,6 +118,7 @@ pub(crate) struct Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         self.director.abort();
+        self.hub.count(&mut self.counted, 0);
     }
 }
 
@@ -170,6 +178,7 @@ impl Subscription {
             changed: VecDeque::new(),
             collected: 0,
             rows: 0,
+            counted: 0,
             truncated: false,
             resume,
             complete: None,
@@ -398,6 +407,10 @@ impl Subscription {
             agents.insert(seen.agent);
         }
         self.collected = told;
+        if !self.count() && !self.hub.has_room(None, 0) {
+            let text = NoFeed::Full(self.hub.settings.memory).to_string();
+            return Err(Status::new(Code::ResourceExhausted, text));
+        }
         if is_forgotten {
             self.reset();
             return Ok(());
@@ -409,6 +422,13 @@ impl Subscription {
             self.tell_agent(agent);
         }
         Ok(())
+    }
+
+    /// Counts the memory of what is kept about rows. Returns whether it fits.
+    fn count(&mut self) -> bool {
+        let changed = self.changed.capacity() * size_of::<(usize, Arc<Key>)>();
+        let bytes = changed + self.rows * SENT + self.feeds.len() * SEEN;
+        bytes == self.counted || self.hub.count(&mut self.counted, bytes)
     }
 
     /// Begins anew: what the caller has from before cannot be completed.
@@ -488,6 +508,10 @@ impl Subscription {
                 }
             }
         });
+        if self.changed.is_empty() && self.changed.capacity() > FEW {
+            self.changed = VecDeque::new();
+            self.count();
+        }
         let has_rows = !upserted.is_empty() || !removed.is_empty();
         if widened || !self.columns_are_told && has_rows {
             self.tell_columns();

@@ -509,6 +509,7 @@ async fn rows_that_do_not_pass_are_looked_at_in_parts() {
         lab.world().put("shop", &format!("web-{n:05}"), "Running", 0);
     }
     lab.ask(|_| {}).synced().await.unwrap();
+    let of_feed = lab.hub.bytes.load(Ordering::SeqCst);
     let mut client = lab.ask(|request| request.filter = "name=web-11999".to_owned());
     // Others have their turn while nothing passes.
     let turns = Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -519,11 +520,16 @@ async fn rows_that_do_not_pass_are_looked_at_in_parts() {
             tokio::task::yield_now().await;
         }
     });
-    client.until("the row", |client| client.agents.contains_key(&1)).await;
+    client.until("the agent", |client| client.agents.contains_key(&1)).await;
+    // What the caller is to get is counted, too.
+    let of_client = lab.hub.bytes.load(Ordering::SeqCst) - of_feed;
+    assert!((12_000 * 16..12_000 * 64).contains(&of_client), "{of_client}");
     let before = turns.load(Ordering::SeqCst);
     client.until("the row", |client| client.rows.len() == 1).await;
     assert!(turns.load(Ordering::SeqCst) > before, "they were looked at in parts");
     others.abort();
+    client.synced().await.unwrap();
+    assert!(lab.hub.bytes.load(Ordering::SeqCst) < of_feed + 4_096);
 }
 
 #[tokio::test(start_paused = true)]
