@@ -134,8 +134,9 @@ pub(super) async fn select(
         None => HashSet::new(),
     };
     let mut seen: HashSet<AgentId> = HashSet::new();
+    let mut unsaid = Unsaid::default();
     for (listed, why) in missing {
-        if permitted(who, listed.agent.id).await?.is_some() {
+        if unsaid.of(listed.agent.id, permitted(who, listed.agent.id).await)?.is_some() {
             seen.insert(listed.agent.id);
             selected.unanswered.push(Unanswered::new(listed.agent.id, listed.agent.name.as_deref(), &why));
         }
@@ -144,7 +145,7 @@ pub(super) async fn select(
         .map(|listed| async move { (permitted(who, listed.agent.id).await, listed) })
         .buffer_unordered(AT_ONCE);
     while let Some((run_as, listed)) = judged.next().await {
-        let Some(run_as) = run_as? else { continue };
+        let Some(run_as) = unsaid.of(listed.agent.id, run_as)? else { continue };
         let (id, name) = (listed.agent.id, listed.agent.name.clone());
         seen.insert(id);
         let mut gap = |why: &str| selected.unanswered.push(Unanswered::new(id, name.as_deref(), why));
@@ -163,6 +164,17 @@ pub(super) async fn select(
         };
         selected.members.push(Member { id, name: name.unwrap_or_else(|| "".into()), run_as, file });
     }
+    if let Some((_, why)) = unsaid.0.first()
+        && seen.is_empty()
+    {
+        // That is all that is known.
+        return Err(NotReached::Unavailable(why.clone()).into());
+    }
+    for (id, why) in unsaid.0 {
+        seen.insert(id);
+        // Its name is only for those who may use it.
+        selected.unanswered.push(Unanswered::new(id, None, &why));
+    }
     // Whether such an agent exists is not told.
     let mut unseen: Vec<AgentId> = named.difference(&seen).copied().collect();
     if !selector.has_other_terms_than_ids() {
@@ -175,6 +187,27 @@ pub(super) async fn select(
     selected.members.sort_by_key(|member| member.id);
     selected.unanswered.sort_by_key(|missing| missing.agent);
     Ok(selected)
+}
+
+/// Agents of which it cannot be said now whether the caller may use them, and why.
+#[derive(Debug, Default)]
+struct Unsaid(Vec<(AgentId, String)>);
+
+impl Unsaid {
+    /// Takes what was said of an agent; `None`: the caller may not use it, or that cannot be said.
+    fn of<T>(
+        &mut self,
+        agent: AgentId,
+        said: Result<Option<T>, NotReached>,
+    ) -> Result<Option<T>, NotReached> {
+        match said {
+            Err(NotReached::Unavailable(why)) => {
+                self.0.push((agent, why));
+                Ok(None)
+            }
+            said => said,
+        }
+    }
 }
 
 /// Returns as whom an agent is asked. `None`: the caller may not use it.

@@ -64,14 +64,28 @@ impl Rights for HttpCaller {
             (agent, authorized.map(drop))
         });
         let mut answers = stream::iter(asked).buffered(AT_ONCE);
-        let mut reached = Vec::new();
+        let (mut reached, mut unsaid) = (Vec::new(), Vec::new());
         while let Some((agent, answer)) = answers.next().await {
             match answer {
                 Ok(()) => reached.push(agent),
                 Err(NotReached::Forbidden) => {}
+                Err(NotReached::Unavailable(why)) => unsaid.push((agent, why)),
                 Err(other) => return Err(status(&other)),
             }
         }
+        if let Some((_, why)) = unsaid.first()
+            && reached.is_empty()
+        {
+            // That is all that is known.
+            return Err(status(&NotReached::Unavailable(why.clone())));
+        }
+        // Their names are only for those who may use them.
+        let gap = |(agent, why): (Selected, String)| Selected {
+            name: String::new(),
+            gap: Some(why.into()),
+            ..agent
+        };
+        reached.extend(unsaid.into_iter().map(gap));
         Ok(reached)
     }
 

@@ -17,6 +17,8 @@ fn id(number: i64) -> AgentId {
 struct Fake {
     /// Agents that the caller may use.
     allowed: Vec<i64>,
+    /// Agents of which that cannot be said.
+    unsaid: Vec<i64>,
     is_guess: bool,
     /// As many agents as there are.
     count: i64,
@@ -91,6 +93,9 @@ impl FleetCaller for Fake {
     }
 
     async fn authorize(&self, agent: AgentId) -> Result<Authorized, NotReached> {
+        if self.unsaid.contains(&agent.get()) {
+            return Err(NotReached::Unavailable("GitLab does not answer".to_owned()));
+        }
         if !self.allowed.contains(&agent.get()) {
             return Err(NotReached::Forbidden);
         }
@@ -113,7 +118,7 @@ impl FleetCaller for Fake {
 }
 
 fn fake(allowed: &[i64]) -> Fake {
-    Fake { allowed: allowed.to_vec(), is_guess: false, count: 5 }
+    Fake { allowed: allowed.to_vec(), unsaid: Vec::new(), is_guess: false, count: 5 }
 }
 
 /// Returns the members, and those that cannot be asked.
@@ -164,6 +169,21 @@ async fn a_caller_reaches_what_the_rules_give_it_and_learns_of_nothing_else() {
     let want = Want { files: false, most: 100 };
     let seen = select(&all, &all, &who, &Selector::all(), want).await.unwrap();
     assert_eq!(seen.members[0].run_as.as_ref().unwrap().username, "jane@1");
+}
+
+#[tokio::test]
+async fn an_agent_of_which_nothing_can_be_said_does_not_fail_the_others() {
+    let caller = |allowed: &[i64], unsaid: &[i64]| Fake { unsaid: unsaid.to_vec(), ..fake(allowed) };
+    let (members, gaps) = selected(Some(caller(&[1], &[2, 4])), "id=1|2|3", false).await.unwrap();
+    assert_eq!(members, [1]);
+    let same = "it is not known here, or this credential gives no access to it";
+    assert_eq!(gaps, ["agent 2: GitLab does not answer".to_owned(), format!("agent 3: {same}")]);
+    // One whose file is not known, either.
+    let (members, gaps) = selected(Some(caller(&[1], &[4])), "env=prod", false).await.unwrap();
+    assert_eq!((members, gaps), (vec![1], vec!["agent 4: GitLab does not answer".to_owned()]));
+    let all = selected(Some(caller(&[], &[2])), "id=2|3", false).await;
+    let down = NotReached::Unavailable("GitLab does not answer".to_owned());
+    assert_eq!(all, Err(SelectError::NotReached(down)));
 }
 
 #[tokio::test]

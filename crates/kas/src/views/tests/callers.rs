@@ -27,13 +27,16 @@ use super::{
 struct Jane {
     /// Agents that it may use.
     agents: Arc<Mutex<Vec<i64>>>,
+    /// Agents of which that cannot be said.
+    unsaid: Vec<i64>,
     is_impersonated: bool,
     is_guess: bool,
 }
 
 impl Jane {
     fn new(agents: &[i64]) -> Self {
-        Self { agents: Arc::new(Mutex::new(agents.to_vec())), is_impersonated: true, is_guess: false }
+        let agents = Arc::new(Mutex::new(agents.to_vec()));
+        Self { agents, unsaid: Vec::new(), is_impersonated: true, is_guess: false }
     }
 }
 
@@ -57,6 +60,9 @@ impl FleetCaller for Jane {
     }
 
     async fn authorize(&self, agent: AgentId) -> Result<Authorized, NotReached> {
+        if self.unsaid.contains(&agent.get()) {
+            return Err(NotReached::Unavailable("GitLab does not answer".to_owned()));
+        }
         if !self.agents.lock().contains(&agent.get()) {
             return Err(NotReached::Forbidden);
         }
@@ -191,6 +197,19 @@ async fn callers_see_what_the_api_server_says_that_they_may() {
     let all = json(ask(&lab, &agent, "pods?agents=id=1", "").await.unwrap()).await;
     assert_eq!(all["rows"].as_array().unwrap().len(), 3);
     assert!(world.reviews.lock().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_of_which_nothing_can_be_said_does_not_fail_the_others() {
+    let lab = Lab::new(3);
+    lab.world().put("shop", "a", "Running", 0);
+    let jane = Jane { unsaid: vec![2], ..Jane::new(&[1]) };
+    let all = json(ask(&lab, &jane, "pods?agents=all", "").await.unwrap()).await;
+    assert_eq!(all["rows"].as_array().unwrap().len(), 1);
+    let gap = serde_json::json!([{"id": 2, "name": "", "reason": "absent: GitLab does not answer"}]);
+    assert_eq!(all["unanswered"], gap);
+    let (status, text) = refused(&lab, &jane, "pods?agents=id%3D2").await;
+    assert!(status == 503 && text.contains("GitLab does not answer"), "{status} {text}");
 }
 
 #[tokio::test(start_paused = true)]
