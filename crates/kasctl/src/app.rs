@@ -6,7 +6,7 @@ use clap::{CommandFactory as _, Parser as _};
 
 use crate::{
     agents, api, catalog,
-    cli::{Cli, Command, TokenCommand, TrackerCommand},
+    cli::{Catalog, Cli, Command, TokenCommand, TrackerCommand},
     credential, diff, environments,
     failure::{Exit, Failure},
     get, gitops, hooks, kubeconfig, login,
@@ -62,8 +62,15 @@ async fn run(cli: Cli) -> Result<Exit, Failure> {
                 .await
         }
         Command::Get(args) => {
-            api::with_client(global.settings(), async |client| get::run(client, output, args, format).await)
-                .await
+            let of_catalog = args.catalog()?;
+            api::with_client(global.settings(), async |client| match of_catalog {
+                None => get::run(client, output, args, format).await,
+                Some((Catalog::Components, args)) => catalog::components(client, output, args, format).await,
+                Some((Catalog::Applications, args)) => {
+                    catalog::applications(client, output, args, format).await
+                }
+            })
+            .await
         }
         Command::Components(args) => {
             api::with_client(global.settings(), async |client| {

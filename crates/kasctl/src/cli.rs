@@ -16,7 +16,7 @@ use tonic::metadata::AsciiMetadataValue;
 
 pub(crate) use self::{
     catalog::CatalogArgs,
-    get::GetArgs,
+    get::{Catalog, GetArgs},
     kubectl::{CredentialArgs, KubeconfigArgs},
     login::{LoginArgs, LogoutArgs},
     probe::{ProbeArgs, Probed},

@@ -9,6 +9,8 @@ const MOST_RESOURCES: usize = 8;
 const MOST_COLUMNS: usize = 64;
 /// The most views of all files.
 const MOST_VIEWS: usize = 256;
+/// Names of rows that are no objects, and that no view can have.
+const OTHERS: [&str; 2] = ["components", "applications"];
 /// The longest name, selector or title in a view, in bytes.
 const LONGEST: usize = 1024;
 
@@ -210,6 +212,10 @@ impl Definitions {
             }
             if !is_name(&raw.name) {
                 let why = "expected 1 to 63 of a-z, 0-9 and inner `-`".to_owned();
+                return Err(invalid(&format!("{at}.name"), why));
+            }
+            if OTHERS.contains(&&*raw.name) {
+                let why = format!("{} are rows that kas makes by itself", raw.name);
                 return Err(invalid(&format!("{at}.name"), why));
             }
             if all.iter().any(|view| view.name == raw.name) {

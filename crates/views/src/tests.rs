@@ -418,6 +418,7 @@ fn views_are_read_and_wrong_ones_are_refused() {
         (json!({"views": [], "more": 1}), "views"),
         (json!({"views": [{"name": "pods", "resources": [{"resource": "pods"}]}]}), "views[0].name"),
         (json!({"views": [{"name": "A", "resources": [{"resource": "pods"}]}]}), "views[0].name"),
+        (json!({"views": [{"name": "components", "resources": [{"resource": "a"}]}]}), "views[0].name"),
         (json!({"views": [{"name": "a", "resources": []}]}), "views[0].resources"),
         (
             json!({"views": [{"name": "a", "resources": vec![json!({"resource": "pods"}); 9]}]}),

@@ -2,6 +2,9 @@
 
 use clap::Args;
 
+use super::catalog::CatalogArgs;
+use crate::failure::Failure;
+
 pub(super) const GET_HELP: &str = "\
 Examples:
   kasctl get pods --agents all
@@ -12,7 +15,7 @@ Examples:
   kasctl get nodes --agents all -o json | jq -r '.rows[] | select(.cells.Status != \"Ready\").name'
 
 Built-in views are nodes, pods, workloads, events and summary; views.files of kas may name more. Rows and columns \
-are those of kubectl get. An agent that did not answer, or whose rows are not up to date, is named on standard \
+are those of kubectl get. The views components and applications are those of kasctl components and kasctl apps. An agent that did not answer, or whose rows are not up to date, is named on standard \
 error, and the exit code is 6.
 
 With --watch, rows start with an event: present (there before), added, changed or removed.
@@ -51,4 +54,66 @@ pub(crate) struct GetArgs {
     /// Keep printing changes until Ctrl-C
     #[arg(short, long)]
     pub(crate) watch: bool,
+}
+
+/// A view whose rows are no objects.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Catalog {
+    Components,
+    Applications,
+}
+
+impl GetArgs {
+    /// Returns what `components` or `apps` gets instead, if the view is one of these; `None`: it is not.
+    ///
+    /// # Errors
+    /// If there are arguments that are only for objects.
+    pub(crate) fn catalog(&self) -> Result<Option<(Catalog, CatalogArgs)>, Failure> {
+        let catalog = match &*self.view {
+            "components" => Catalog::Components,
+            "applications" => Catalog::Applications,
+            _ => return Ok(None),
+        };
+        if self.watch
+            || self.selector.is_some()
+            || self.filter.is_some()
+            || self.max_rows.is_some()
+            || !self.columns.is_empty()
+        {
+            return Err(Failure::Usage(
+                "components and applications are read when they are asked for: only --agents and --namespace are allowed",
+            ));
+        }
+        let args = CatalogArgs { agents: self.agents.clone(), namespaces: self.namespaces.clone() };
+        Ok(Some((catalog, args)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn get(line: &str) -> GetArgs {
+        let Command::Get(args) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
+            panic!("{line}")
+        };
+        args
+    }
+
+    #[test]
+    fn components_and_applications_are_views_that_are_not_watched() {
+        let (catalog, args) =
+            get("kasctl get applications --agents env=prod -n shop").catalog().unwrap().unwrap();
+        assert_eq!((catalog, &*args.agents), (Catalog::Applications, "env=prod"));
+        assert_eq!(args.namespaces, ["shop"]);
+        let (catalog, _) = get("kasctl get components --agents all").catalog().unwrap().unwrap();
+        assert_eq!(catalog, Catalog::Components);
+        assert!(get("kasctl get pods --agents all --watch").catalog().unwrap().is_none());
+        for more in ["--watch", "-l app=web", "--filter a=b", "--columns a", "--max-rows 5"] {
+            assert!(get(&format!("kasctl get components --agents all {more}")).catalog().is_err(), "{more}");
+        }
+    }
 }
