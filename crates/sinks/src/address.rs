@@ -19,9 +19,18 @@ pub struct Network {
 pub struct InvalidNetwork;
 
 impl Network {
-    /// Whether an address is in this range.
-    pub fn contains(&self, address: IpAddr) -> bool {
-        let (ours, theirs, width) = match (self.address, plain(address)) {
+    /// Whether an address is in this range. It counts as what it stands for, whatever that may be.
+    fn contains(&self, address: IpAddr) -> bool {
+        plain(address).any(|plain| self.has(plain))
+    }
+
+    /// Whether everything that an address may stand for is in this range.
+    fn contains_all(&self, address: IpAddr) -> bool {
+        plain(address).all(|plain| self.has(plain))
+    }
+
+    fn has(&self, address: IpAddr) -> bool {
+        let (ours, theirs, width) = match (self.address, address) {
             (IpAddr::V4(ours), IpAddr::V4(theirs)) => {
                 (u128::from(ours.to_bits()), u128::from(theirs.to_bits()), 32)
             }
@@ -70,21 +79,43 @@ impl fmt::Display for Network {
     }
 }
 
-/// Returns the address of IPv4 that an address of IPv6 stands for (mapped, or by NAT64 or 6to4), else the
-/// address itself.
-fn plain(address: IpAddr) -> IpAddr {
-    let IpAddr::V6(v6) = address else { return address };
-    if let Some(v4) = v6.to_ipv4_mapped() {
-        return v4.into();
-    }
-    let [a, b, c, d, e, f, g, h] = v6.segments();
-    let of = |high: u16, low: u16| IpAddr::V4(Ipv4Addr::from_bits(u32::from(high) << 16 | u32::from(low)));
+/// Returns the addresses of IPv4 that an address of IPv6 may stand for (mapped, or by NAT64, SIIT, 6to4 or
+/// Teredo), else the address itself. There are several if that depends on the network.
+fn plain(address: IpAddr) -> impl Iterator<Item = IpAddr> {
+    let v4 = match address {
+        IpAddr::V4(_) => [None; 4],
+        IpAddr::V6(v6) => embedded(v6),
+    };
+    let itself = v4.iter().all(Option::is_none).then_some(address);
+    itself.into_iter().chain(v4.into_iter().flatten().map(IpAddr::V4))
+}
+
+fn embedded(address: Ipv6Addr) -> [Option<Ipv4Addr>; 4] {
+    let bits = address.to_bits();
+    let from = |bit: u32| Ipv4Addr::from_bits((bits >> (96 - bit)) as u32);
+    let one = |address| [Some(address), None, None, None];
+    let [a, b, c, d, e, f, g, _] = address.segments();
     match (a, b, c, d, e, f) {
-        (0x64, 0xff9b, 0, 0, 0, 0) => of(g, h),
-        (0x2002, high, low, ..) => of(high, low),
+        (0, 0, 0, 0, 0, 0xffff) | (0x64, 0xff9b, 0, 0, 0, 0) => one(from(96)),
+        // SIIT: `::ffff:0:a.b.c.d`.
+        (0, 0, 0, 0, 0xffff, 0) => one(from(96)),
+        // Local prefixes of NAT64 have 48, 56, 64 or 96 bits, and the address is behind them, without the bits
+        // from 64 to 71 (RFC 6052). What begins with 0 is none: these bits are those of another form.
+        (0x64, 0xff9b, 1, ..) => {
+            let without = (bits >> 64 << 64) | (bits << 72 >> 64);
+            let at = |bit: u32| Ipv4Addr::from_bits((without >> (96 - bit)) as u32);
+            let all = [at(48), at(56), at(64), from(96)];
+            match all.map(|v4| (v4.octets()[0] != 0).then_some(v4)) {
+                [None, None, None, None] => one(from(96)),
+                some => some,
+            }
+        }
+        (0x2002, ..) => one(from(16)),
+        // Teredo: the server, and behind the inverted bits the client.
+        (0x2001, 0, ..) => [Some(from(32)), Some(Ipv4Addr::from_bits(!(bits as u32))), None, None],
         // The old form `::a.b.c.d`; `::` and `::1` are none.
-        (0, 0, 0, 0, 0, 0) if g != 0 => of(g, h),
-        _ => address,
+        (0, 0, 0, 0, 0, 0) if g != 0 => one(from(96)),
+        _ => [None; 4],
     }
 }
 
@@ -120,14 +151,13 @@ impl Allowed {
     /// # Errors
     /// Why it must not be dialled.
     pub fn check(&self, address: IpAddr) -> Result<(), Refused> {
-        if self.allow.iter().any(|network| network.contains(address)) {
+        if self.allow.iter().any(|network| network.contains_all(address)) {
             return Ok(());
         }
-        let plain = plain(address);
-        let refused = match plain {
+        let refused = plain(address).find_map(|plain| match plain {
             IpAddr::V4(v4) => of_v4(v4),
             IpAddr::V6(v6) => of_v6(v6),
-        };
+        });
         // As it was written, too: a range of IPv6 may be denied whose addresses stand for those of IPv4.
         let is_denied = |network: &Network| network.contains(address) || network.has_exactly(address);
         match refused {
@@ -192,6 +222,19 @@ mod tests {
             ("64:ff9b::127.0.0.1", Refused::Loopback),
             ("2002:7f00:1::", Refused::Loopback),
             ("::127.0.0.1", Refused::Loopback),
+            // Local prefixes of NAT64 with 48, 56, 64 and 96 bits.
+            ("64:ff9b:1:7f00:0:100::", Refused::Loopback),
+            ("64:ff9b:1:aa7f:0:1::", Refused::Loopback),
+            ("64:ff9b:1:aaaa:7f:0:100:0", Refused::Loopback),
+            ("64:ff9b:1::127.0.0.1", Refused::Loopback),
+            ("64:ff9b:1::", Refused::NoHost),
+            // SIIT, and Teredo with this client and with this server.
+            ("::ffff:0:127.0.0.1", Refused::Loopback),
+            ("2001:0:c000:201::80ff:fffe", Refused::Loopback),
+            ("2001:0:7f00:1::3fff:fdfe", Refused::Loopback),
+            ("64:ff9b:1:a9fe:a9:fe00::", Refused::LinkLocal),
+            ("::ffff:0:169.254.169.254", Refused::LinkLocal),
+            ("2001:0:c000:201::5601:5601", Refused::LinkLocal),
             ("169.254.169.254", Refused::LinkLocal),
             ("::ffff:169.254.169.254", Refused::LinkLocal),
             ("fe80::1", Refused::LinkLocal),
@@ -205,7 +248,18 @@ mod tests {
         ] {
             assert_eq!(check(&default, address), Err(refused), "{address}");
         }
-        for address in ["10.0.0.1", "192.0.2.1", "2001:db8::1", "fd00::1", "::ffff:10.0.0.1"] {
+        for address in [
+            "10.0.0.1",
+            "192.0.2.1",
+            "2001:db8::1",
+            "fd00::1",
+            "::ffff:10.0.0.1",
+            "64:ff9b:1::192.0.2.1",
+            "64:ff9b:1:c000:2:100::",
+            "::ffff:0:192.0.2.1",
+            "2001:0:c000:201::3fff:fdfe",
+            "2001:1::1",
+        ] {
             assert_eq!(check(&default, address), Ok(()), "{address}");
         }
     }
@@ -225,6 +279,11 @@ mod tests {
             ("::ffff:10.2.0.1", Err(Refused::Denied)),
             ("64:ff9b::192.0.2.1", Err(Refused::Denied)),
             ("192.0.2.1", Ok(())),
+            ("64:ff9b:1::10.1.2.3", Ok(())),
+            ("64:ff9b:1::10.2.0.1", Err(Refused::Denied)),
+            // It may stand for one that is allowed, and for one that is not.
+            ("64:ff9b:1:a01:2:300:7f00:1", Err(Refused::Loopback)),
+            ("::ffff:0:10.2.0.1", Err(Refused::Denied)),
         ] {
             assert_eq!(check(&allowed, address), expected, "{address}");
         }
