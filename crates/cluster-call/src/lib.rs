@@ -109,8 +109,8 @@ pub async fn send(router: &Router, request: Request, call: Call<'_>) -> Result<R
 const REST: Duration = Duration::from_secs(5);
 
 /// As [`send`], for a request of which only the status of the response matters. Of the body, the beginning is
-/// kept, at most [`Call::max_body`] bytes of what comes within 5 s. A body that is larger, slower or incomplete
-/// is no error.
+/// kept, at most [`Call::max_body`] bytes of what comes within 5 s. A body that is larger, slower or
+/// incomplete is no error.
 ///
 /// # Errors
 /// As of [`send`], until the head of the response is there.

@@ -471,7 +471,7 @@ impl Hub {
 /// Returns the feeds that nobody looks at, but for one, the oldest first.
 fn idle<'a>(feeds: impl Iterator<Item = &'a HashMap<FeedKey, Running>>, keep: Option<&Feed>) -> Vec<FeedKey> {
     let all = feeds.flat_map(HashMap::values).map(|running| &*running.feed);
-    let others = all.filter(|feed| !keep.is_some_and(|keep| std::ptr::eq(*feed, keep)));
+    let others = all.filter(|feed| keep.is_none_or(|keep| !std::ptr::eq(*feed, keep)));
     let mut idle: Vec<(Instant, FeedKey)> =
         others.filter_map(|feed| Some((feed.idle_since()?, feed.key.clone()))).collect();
     idle.sort_by_key(|(since, _)| *since);

@@ -179,8 +179,8 @@ impl Mailbox {
         others.map(|replica| Target { replica: replica.clone(), there }).collect()
     }
 
-    /// Keeps a hook. A repetition by its sender is the hook that is kept already: if that one is a dead letter,
-    /// it is delivered again, and if it was dropped as one, this one is kept as a new hook.
+    /// Keeps a hook. A repetition by its sender is the hook that is kept already: if that one is a dead
+    /// letter, it is delivered again, and if it was dropped as one, this one is kept as a new hook.
     ///
     /// # Errors
     /// See [`Refused`]. Nothing is kept then.
@@ -223,8 +223,8 @@ impl Mailbox {
         Ok(Accepted { id, is_repetition: false })
     }
 
-    /// Returns the message that one with this hash repeats. One that was dropped is never delivered, so nothing
-    /// repeats it.
+    /// Returns the message that one with this hash repeats. One that was dropped is never delivered, so
+    /// nothing repeats it.
     fn repeated(&self, agent: AgentId, dedup: [u8; 32]) -> Option<MessageId> {
         let id = *self.dedup.get(&(agent, dedup))?;
         let message = &self.entries.get(&id)?.message;

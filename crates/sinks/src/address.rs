@@ -99,8 +99,8 @@ fn embedded(address: Ipv6Addr) -> [Option<Ipv4Addr>; 4] {
         (0, 0, 0, 0, 0, 0xffff) | (0x64, 0xff9b, 0, 0, 0, 0) => one(from(96)),
         // SIIT: `::ffff:0:a.b.c.d`.
         (0, 0, 0, 0, 0xffff, 0) => one(from(96)),
-        // Local prefixes of NAT64 have 48, 56, 64 or 96 bits, and the address is behind them, without the bits
-        // from 64 to 71 (RFC 6052). What begins with 0 is none: these bits are those of another form.
+        // Local prefixes of NAT64 have 48, 56, 64 or 96 bits, and the address is behind them, without the
+        // bits from 64 to 71 (RFC 6052). What begins with 0 is none: these bits are those of another form.
         (0x64, 0xff9b, 1, ..) => {
             let without = (bits >> 64 << 64) | (bits << 72 >> 64);
             let at = |bit: u32| Ipv4Addr::from_bits((without >> (96 - bit)) as u32);

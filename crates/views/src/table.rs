@@ -51,8 +51,8 @@ pub enum Source {
     Age,
 }
 
-/// The columns of rows, shared by whoever clones them. The name of an object is none of them, because every row
-/// has it.
+/// The columns of rows, shared by whoever clones them. The name of an object is none of them, because every
+/// row has it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Columns(Arc<[Column]>);
 

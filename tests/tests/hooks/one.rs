@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::setup::{AGENT, KEY, Setup};
+use crate::setup::{AGENT, KEY, Setup, TALKATIVE};
 
 #[tokio::test]
 async fn a_hook_reaches_a_service_or_an_object() -> Result<()> {
@@ -72,6 +72,14 @@ async fn what_a_receiver_refuses_is_a_dead_letter_until_it_is_replayed() -> Resu
     ensure!(format!("{missing:#}").contains("no dead letter"), "{missing:#}");
     assert_eq!(it.replay(0, "").await?.replayed, 0);
     it.mesh.kas(0).metric_is("kas_mailbox_died_total", 1.0).await?;
+    // The sender repeats a dead letter: it is the same hook, which is delivered however much is answered.
+    it.receiver.answer(404);
+    let first = it.push(0, "push", "again", "again").await?.id()?;
+    it.until(0, "dead", |list| list.kept.len() == 1 && list.kept[0].dead).await?;
+    it.receiver.answer(TALKATIVE);
+    assert_eq!(it.push(0, "push", "again", "again").await?.id()?, first);
+    it.until(0, "delivered", |list| list.kept.is_empty()).await?;
+    assert_eq!(it.receiver.bodies()["again"], 2);
     // A hook that the file does not have any more.
     std::fs::write(it.folder().join("kas.yaml"), "hooks: []\n")?;
     it.until(0, "without hooks", |list| list.known && list.hooks.is_empty()).await?;

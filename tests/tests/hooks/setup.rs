@@ -47,6 +47,9 @@ pub(crate) struct Received {
     pub(crate) body: String,
 }
 
+/// A status whose answer has 2 MiB: more than kas reads.
+pub(crate) const TALKATIVE: u16 = 203;
+
 /// A server of the test, in the place of a Service.
 pub(crate) struct Receiver {
     pub(crate) address: SocketAddr,
@@ -124,7 +127,8 @@ async fn serve(stream: TcpStream, received: Arc<Mutex<Vec<Received>>>, status: A
                 status => break status,
             }
         };
-        let answer = format!("HTTP/1.1 {status} X\r\nContent-Length: 2\r\n\r\nok");
+        let body = if status == TALKATIVE { "x".repeat(2 << 20) } else { "ok".to_owned() };
+        let answer = format!("HTTP/1.1 {status} X\r\nContent-Length: {}\r\n\r\n{body}", body.len());
         stream.get_mut().write_all(answer.as_bytes()).await?;
     }
     Ok(())

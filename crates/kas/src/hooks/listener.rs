@@ -137,8 +137,8 @@ fn to_wire(arrived: &Arrived) -> Bytes {
     })
 }
 
-/// The room in memory that a hook takes, until it is answered. A sender that is slow takes no more than what it
-/// has sent, so it does not keep others out.
+/// The room in memory that a hook takes, until it is answered. A sender that is slow takes no more than what
+/// it has sent, so it does not keep others out.
 struct Room {
     all: Arc<Semaphore>,
     taken: OwnedSemaphorePermit,

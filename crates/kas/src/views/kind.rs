@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 /// Watches of an agentk that cannot cancel them.
 const WATCHES: usize = 4;
 
-/// Lists of one agent at once that fill feeds: slow ones leave most of the [lists at once](super::COLD) to others.
+/// Lists of one agent at once that fill feeds: slow ones leave most of the lists at once to others.
 const LISTS: usize = 4;
 
 /// What is known of the agentk of an agent.

@@ -33,13 +33,13 @@ const POLL: Duration = Duration::from_secs(30);
 const AGAIN: Duration = Duration::from_secs(60);
 /// The waits after failures: doubled each time, with jitter.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// A list and a watch that take less than this together are repeated like failures. An agent whose watches end at
-/// once, or whose versions are always too old, would otherwise be asked as fast as it answers.
+/// A list and a watch that take less than this together are repeated like failures. An agent whose watches
+/// end at once, or whose versions are always too old, would otherwise be asked as fast as it answers.
 pub(crate) const QUICK: Duration = Duration::from_secs(5);
 /// How often a list is begun anew because the API server does not know its continuation any more.
 const RESTARTS: usize = 3;
-/// How long a list may take, and how many pages it may have: the API server forgets a continuation after 5 min,
-/// and more rows than fit on so many pages have no room in memory.
+/// How long a list may take, and how many pages it may have: the API server forgets a continuation after
+/// 5 min, and more rows than fit on so many pages have no room in memory.
 const LIST: Duration = Duration::from_secs(300);
 const MOST_PAGES: usize = 4_000;
 

@@ -10,10 +10,10 @@ use std::{
 
 use grpc::Code;
 use process::lifecycle::Phase;
-use proto::kas::api::v1::watch_view_response::Event;
+use proto::kas::api::v1::{ViewAgent, watch_view_response::Event};
 use tokio::time::{Instant, sleep};
 
-use self::world::{Lab, Played};
+use self::world::{Client, Lab, Played};
 use super::messages::Messages;
 
 #[tokio::test(start_paused = true)]
@@ -193,10 +193,15 @@ async fn lists_of_an_agent_that_hang_leave_room_for_those_of_others() {
     let late = "was not complete within 300s";
     slow[0].until("a list ends", |client| client.agents[&1].reason.contains(late)).await;
     assert_eq!(slow[0].agents[&1].state, "absent");
-    // One that is quick has no end, either.
-    lab.world().slow.store(0, Ordering::SeqCst);
-    let endless = "has more than 4000 pages";
-    slow[0].until("the pages end", |client| client.agents[&1].reason.contains(endless)).await;
+    // One that is quick and has no end.
+    lab.worlds[&2].endless.store(true, Ordering::SeqCst);
+    let mut endless = lab.ask(|request| {
+        request.agents = "id=2".to_owned();
+        request.namespaces = vec!["other".to_owned()];
+    });
+    let pages = "has more than 4000 pages";
+    let ended = |agent: &ViewAgent| agent.reason.contains(pages);
+    endless.until("the pages end", |client| client.agents.get(&2).is_some_and(ended)).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -379,8 +384,8 @@ async fn the_feeds_of_an_agent_are_bounded_and_each_takes_memory() {
     assert_eq!(other.synced().await.unwrap().unanswered.len(), 0);
     drop(other);
     clients.truncate(7);
-    late.until("there is room", |client| client.agents[&1].state == "live").await;
-    assert_eq!(late.rows.len(), 1);
+    let is_there = |client: &Client| client.rows.len() == 1 && client.agents[&1].state == "live";
+    late.until("there is room", is_there).await;
     assert_eq!(lab.hub.feeds.lock()[&world::agent(1)].len(), 200);
 
     let small = Lab::with(1, 20 * super::feed::COST);

@@ -238,8 +238,8 @@ impl<'a> Reader<'a> {
         Ok((kept, gaps))
     }
 
-    /// Reads a list page by page, in each namespace. `take` gets a page, and keeps what is needed of it. Returns
-    /// what may not be read.
+    /// Reads a list page by page, in each namespace. `take` gets a page, and keeps what is needed of it.
+    /// Returns what may not be read.
     async fn pages(
         &self,
         list: &List<'_>,
