@@ -23,7 +23,10 @@ use routing::router::Router;
 use tokio::time::Instant;
 
 pub(crate) use self::answer::AgentCatalog;
-use self::{kept::Kept, read::Reader};
+use self::{
+    kept::{Kept, Weigh},
+    read::Reader,
+};
 use super::{
     callers::Callers,
     fan_out::{Times, fan_out},

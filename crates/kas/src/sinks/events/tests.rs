@@ -117,7 +117,7 @@ fn read(shared: &Arc<Shared>, agent: i64, source: &Arc<Played>) {
     let (sender, changes) = watch::channel(());
     let events = AgentEvents {
         shared: Arc::clone(shared),
-        agent: Known { id, project: None, name: "".into() },
+        agent: Known { id, project: None, name: "".into(), labels: None },
         source: Arc::new(Arc::clone(source)),
         kind: Arc::default(),
         changes,
