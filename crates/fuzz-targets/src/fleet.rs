@@ -1,6 +1,6 @@
 //! Questions to many Prometheus servers, and their answers.
 
-use promql::{AgentLabels, Answer, Plan, Scope, Selection, lists};
+use promql::{AgentLabels, Answer, Plan, Room, Scope, Selection, Times, lists};
 
 fn agent(id: &str) -> AgentLabels {
     AgentLabels { id: id.to_owned(), name: format!("agent-{id}") }
@@ -22,7 +22,7 @@ pub fn promql(bytes: &[u8]) {
             }
         }
         let none = plan.leaves().iter().map(|_| Vec::new()).collect();
-        assert!(plan.merge(none, false).is_ok(), "no answers are an answer");
+        assert!(plan.merge(none, Times::instant(0), None).is_ok(), "no answers are an answer");
     }
     let scope = Scope::parse("{fuzz=\"scope\"}").expect("it is one");
     // What is written is longer, and may be beyond a limit.
@@ -42,24 +42,36 @@ pub fn promql(bytes: &[u8]) {
 /// Answers of Prometheus: results, lists and metadata. No panic, and what is made of them is JSON.
 pub fn prometheus_answers(bytes: &[u8]) {
     let is_json = |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok();
-    for (question, is_range) in
-        [("up", false), ("sum(up)", true), ("topk(2, up)", true), ("avg(up) / sum(up) > 0.5", false)]
-    {
+    // The moments of the seeds.
+    let instant = Times::instant(1_500_000_000_000);
+    let range = Times::range(1_000, 10_000, 500);
+    for (question, times) in [
+        ("up", instant),
+        ("sum(up)", range),
+        ("topk(2, up)", range),
+        ("up[5m]", instant),
+        ("avg(up) / on (job) sum by (job) (up) > bool 0.5", instant),
+    ] {
         let plan = Plan::parse(question).expect("it is PromQL");
-        let leaf = |id: &str| Some((agent(id), Answer::read(bytes).ok()?));
-        let answers =
-            plan.leaves().iter().map(|_| ["7", "8"].into_iter().filter_map(leaf).collect()).collect();
-        if let Ok(data) = plan.merge(answers, is_range) {
-            assert!(is_json(&data), "{data}");
+        let room = Room::new(100);
+        let answers = plan.leaves().into_iter().map(|leaf| {
+            let read = |id: &str| Some((agent(id), Answer::read(bytes, leaf, times, &room).ok()?));
+            ["7", "8"].into_iter().filter_map(read).collect()
+        });
+        if let Ok(data) = plan.merge(answers.collect(), times, Some(50)) {
+            assert!(is_json(&data.json), "{}", data.json);
         }
     }
-    let _ = lists::texts(bytes);
-    if let Ok((series, _)) = lists::series(bytes, &agent("7")) {
-        assert!(series.iter().all(|labels| is_json(labels)), "{series:?}");
+    let room = Room::new(100);
+    let _ = lists::Texts::new(&room).add(bytes, promql::shown);
+    let _ = lists::has_texts(bytes);
+    let mut series = lists::Series::new(&room);
+    if series.add(bytes, &agent("7")).is_ok() {
+        assert!(series.into_inner().iter().all(|labels| is_json(labels)));
     }
-    let mut metadata = lists::Metadata::default();
+    let mut metadata = lists::Metadata::new(&room);
     if metadata.add(bytes).is_ok() {
-        assert!(is_json(&metadata.to_json()), "{}", metadata.to_json());
+        assert!(is_json(&metadata.to_json(100, 100)), "{}", metadata.to_json(100, 100));
     }
 }
 

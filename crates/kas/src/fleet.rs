@@ -66,7 +66,8 @@ pub(crate) struct FleetParts {
 impl FleetService {
     pub(crate) fn new(parts: FleetParts) -> Arc<Self> {
         let FleetParts { router, observer, directory, files, metrics, settings, views, catalog } = parts;
-        let memory = Budget::new("the answers to all questions to Prometheus", settings.memory, None);
+        let memory =
+            Budget::told("the answers to all questions to Prometheus", settings.memory, metrics.held());
         let callers = Callers::new(settings.per_caller);
         Arc::new(Self {
             router,

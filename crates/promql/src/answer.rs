@@ -1,14 +1,25 @@
 //! Answers of servers, and the answer that is made of them.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, sync::Arc};
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use crate::labels::{AgentLabels, Kept, Labels, attach};
+use crate::{
+    Leaf, Room, Times,
+    json::{elements, entries, invalid},
+    labels::{AgentLabels, Kept, Labels, attach},
+    room::Taken,
+};
 
 /// The most warnings of one answer that are passed on.
 const MOST_WARNINGS: usize = 10;
+/// The longest text of a warning or refusal that is passed on, in characters.
+const LONGEST_TEXT: usize = 1_000;
+/// The most labels of one series.
+const MOST_LABELS: usize = 1_000;
+/// Labels of a series that count as one series more.
+const LABELS_OF_ONE: usize = 32;
 
 /// Why an answer cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -16,9 +27,12 @@ pub enum AnswerError {
     /// The server has refused the question, with its text.
     #[error("{0}")]
     Refused(String),
-    /// It is no answer of Prometheus.
+    /// It is no answer of Prometheus to this question.
     #[error("its answer is none of Prometheus: {0}")]
     Invalid(String),
+    /// The answers to the question have more series, or more texts, than so many.
+    #[error("the answers have more than {0} series or texts")]
+    TooMany(usize),
 }
 
 /// The form of a result.
@@ -43,24 +57,31 @@ impl ResultType {
     }
 }
 
-/// What a server answered to an expression.
+/// What a server answered to a question.
 #[derive(Debug)]
 pub struct Answer {
-    pub(crate) result_type: ResultType,
-    pub(crate) series: Vec<Series>,
+    pub(crate) series: Series,
     /// What the server warns of.
     pub warnings: Vec<String>,
+    _taken: Taken,
+}
+
+/// The series of an answer.
+#[derive(Debug)]
+pub(crate) enum Series {
+    /// With their samples as they came, to be passed on.
+    Passed(Vec<Passed>),
+    /// With their samples, to be merged.
+    Read(Vec<(Labels, Points)>),
+    /// Some have histograms, so they cannot be merged.
+    Histograms,
 }
 
 /// One series, with its samples as they came.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Series {
-    #[serde(rename = "metric")]
-    pub(crate) labels: Labels,
-    value: Option<Box<RawValue>>,
-    values: Option<Box<RawValue>>,
-    histogram: Option<Box<RawValue>>,
-    histograms: Option<Box<RawValue>>,
+#[derive(Debug)]
+pub(crate) struct Passed {
+    labels: Labels,
+    samples: Vec<(&'static str, Box<RawValue>)>,
 }
 
 #[derive(Deserialize)]
@@ -70,8 +91,8 @@ struct Envelope<'a> {
     data: Option<&'a RawValue>,
     #[serde(default)]
     error: String,
-    #[serde(default)]
-    warnings: Vec<String>,
+    #[serde(borrow)]
+    warnings: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -82,76 +103,208 @@ struct Data<'a> {
     result: &'a RawValue,
 }
 
+/// A series before it is read.
+#[derive(Deserialize)]
+struct Raw<'a> {
+    #[serde(borrow, rename = "metric")]
+    labels: &'a RawValue,
+    #[serde(borrow)]
+    value: Option<&'a RawValue>,
+    #[serde(borrow)]
+    values: Option<&'a RawValue>,
+    #[serde(borrow)]
+    histogram: Option<&'a RawValue>,
+    #[serde(borrow)]
+    histograms: Option<&'a RawValue>,
+}
+
 /// Reads what is common to all answers: returns the data and the warnings.
 pub(crate) fn data(bytes: &[u8]) -> Result<(&RawValue, Vec<String>), AnswerError> {
     let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(invalid)?;
     match (envelope.status.as_str(), envelope.data) {
         ("success", Some(data)) => {
-            let mut warnings = envelope.warnings;
-            warnings.truncate(MOST_WARNINGS);
+            let mut warnings = Vec::new();
+            if let Some(list) = envelope.warnings {
+                elements(list, |warning: &RawValue| {
+                    if warnings.len() < MOST_WARNINGS {
+                        let text: String = serde_json::from_str(warning.get()).map_err(invalid)?;
+                        warnings.push(text.chars().take(LONGEST_TEXT).collect());
+                    }
+                    Ok(())
+                })?;
+            }
             Ok((data, warnings))
         }
-        ("error", _) => Err(AnswerError::Refused(envelope.error)),
+        ("error", _) => {
+            Err(AnswerError::Refused(envelope.error.chars().take(LONGEST_TEXT).collect::<String>()))
+        }
         (status, _) => {
             Err(AnswerError::Invalid(format!("status {:?}", status.chars().take(50).collect::<String>())))
         }
     }
 }
 
-pub(crate) fn invalid(error: impl std::fmt::Display) -> AnswerError {
-    AnswerError::Invalid(error.to_string())
+/// Reads the labels of a series.
+pub(crate) fn labels(json: &RawValue, taken: &mut Taken) -> Result<Labels, AnswerError> {
+    let (mut labels, mut count) = (Labels::new(), 0_usize);
+    entries(json, |(label, value)| {
+        count += 1;
+        if count > MOST_LABELS {
+            return Err(invalid(format!("a series with more than {MOST_LABELS} labels")));
+        }
+        if count.is_multiple_of(LABELS_OF_ONE) {
+            taken.one()?;
+        }
+        labels.insert(label, value);
+        Ok(())
+    })?;
+    Ok(labels)
 }
 
 impl Answer {
-    /// Reads an answer to `query` or `query_range`.
+    /// Reads an answer of a server to a question about `times`. Its series are counted in `room` while they
+    /// are read. An answer of another form, or with other times, is none.
     ///
     /// # Errors
     /// [`AnswerError`].
-    pub fn read(bytes: &[u8]) -> Result<Self, AnswerError> {
+    pub fn read(bytes: &[u8], leaf: &Leaf, times: Times, room: &Arc<Room>) -> Result<Self, AnswerError> {
+        let mut taken = room.begin();
         let (data, warnings) = data(bytes)?;
         let data: Data<'_> = serde_json::from_str(data.get()).map_err(invalid)?;
-        let series = match data.result_type {
-            ResultType::Vector | ResultType::Matrix => {
-                serde_json::from_str(data.result.get()).map_err(invalid)?
-            }
-            ResultType::Scalar | ResultType::String => Vec::new(),
+        let expected = leaf.result_type(times);
+        if data.result_type != expected {
+            let (found, expected) = (data.result_type.as_str(), expected.as_str());
+            return Err(invalid(format!("the result is a {found}, and not a {expected}")));
+        }
+        let form = Form { is_vector: expected == ResultType::Vector, times: leaf.times_of(times) };
+        let series = if leaf.is_merged {
+            let (mut rows, mut has_histograms) = (Vec::new(), false);
+            elements(data.result, |raw: Raw<'_>| {
+                taken.one()?;
+                let labels = labels(raw.labels, &mut taken)?;
+                let mut points = Points::new();
+                let mut add = |time, value| {
+                    points.insert(time, value);
+                };
+                has_histograms |= form.check(&raw, &mut add)?;
+                rows.push((labels, points));
+                Ok(())
+            })?;
+            check_unique(rows.iter().map(|(labels, _)| labels))?;
+            if has_histograms { Series::Histograms } else { Series::Read(rows) }
+        } else {
+            let mut passed = Vec::new();
+            elements(data.result, |raw: Raw<'_>| {
+                taken.one()?;
+                let labels = labels(raw.labels, &mut taken)?;
+                form.check(&raw, &mut |_, _| {})?;
+                let samples = [
+                    ("value", raw.value),
+                    ("values", raw.values),
+                    ("histogram", raw.histogram),
+                    ("histograms", raw.histograms),
+                ];
+                let kept =
+                    samples.into_iter().filter_map(|(name, samples)| Some((name, samples?.to_owned())));
+                passed.push(Passed { labels, samples: kept.collect() });
+                Ok(())
+            })?;
+            check_unique(passed.iter().map(|series| &series.labels))?;
+            Series::Passed(passed)
         };
-        Ok(Self { result_type: data.result_type, series, warnings })
+        Ok(Self { series, warnings, _taken: taken })
     }
+}
 
-    /// Returns the number of series.
-    pub fn len(&self) -> usize {
-        self.series.len()
-    }
-
-    /// Whether there are no series.
-    pub fn is_empty(&self) -> bool {
-        self.series.is_empty()
+fn check_unique<'a>(all: impl Iterator<Item = &'a Labels>) -> Result<(), AnswerError> {
+    let mut all: Vec<&Labels> = all.collect();
+    all.sort_unstable();
+    match all.windows(2).any(|pair| matches!(pair, [a, b] if a == b)) {
+        true => Err(invalid("two series with the same labels")),
+        false => Ok(()),
     }
 }
 
 /// Samples by their time in milliseconds.
 pub(crate) type Points = std::collections::BTreeMap<i64, f64>;
 
-impl Series {
-    /// Returns the samples. `None`: some are histograms.
-    pub(crate) fn points(&self) -> Result<Option<Points>, AnswerError> {
-        if self.histogram.is_some() || self.histograms.is_some() {
-            return Ok(None);
+/// What the samples of a series must be.
+struct Form {
+    /// Each series has exactly one.
+    is_vector: bool,
+    /// When; `None`: at any times.
+    times: Option<Times>,
+}
+
+impl Form {
+    /// Checks the samples of a series, and gives those that are numbers to `add`. Returns whether there are
+    /// histograms.
+    fn check(&self, raw: &Raw<'_>, add: &mut impl FnMut(i64, f64)) -> Result<bool, AnswerError> {
+        let has_one = raw.value.is_some() || raw.histogram.is_some();
+        let has_many = raw.values.is_some() || raw.histograms.is_some();
+        let is_twice = raw.value.is_some() && raw.histogram.is_some();
+        if self.is_vector && (!has_one || has_many || is_twice) {
+            return Err(invalid("a series of a vector without exactly one sample"));
         }
-        let mut samples: Vec<(f64, String)> = Vec::new();
-        if let Some(value) = &self.value {
-            samples.push(serde_json::from_str(value.get()).map_err(invalid)?);
+        if !self.is_vector && (has_one || !has_many) {
+            return Err(invalid("a series of a matrix without a list of samples"));
         }
-        if let Some(values) = &self.values {
-            samples.extend(serde_json::from_str::<Vec<(f64, String)>>(values.get()).map_err(invalid)?);
+        if let Some(sample) = raw.value {
+            self.number(serde_json::from_str(sample.get()).map_err(invalid)?, None, add)?;
         }
-        let mut points = Points::new();
-        for (time, value) in samples {
-            let value = value.parse().map_err(|_| invalid(format!("the value {value:?}")))?;
-            points.insert(milliseconds(time)?, value);
+        if let Some(sample) = raw.histogram {
+            self.histogram(serde_json::from_str(sample.get()).map_err(invalid)?, None)?;
         }
-        Ok(Some(points))
+        if let Some(samples) = raw.values {
+            let mut last = None;
+            elements(samples, |sample| {
+                last = Some(self.number(sample, last, add)?);
+                Ok(())
+            })?;
+        }
+        if let Some(samples) = raw.histograms {
+            let mut last = None;
+            elements(samples, |sample| {
+                last = Some(self.histogram(sample, last)?);
+                Ok(())
+            })?;
+        }
+        Ok(raw.histogram.is_some() || raw.histograms.is_some())
+    }
+
+    /// Checks the time of a sample, which must be after the last one.
+    fn time(&self, seconds: f64, last: Option<i64>) -> Result<i64, AnswerError> {
+        let time = milliseconds(seconds)?;
+        let placed = self.times.map_or(Some(time), |times| times.place(time));
+        let placed =
+            placed.ok_or_else(|| invalid(format!("a sample at {seconds}, which was not asked for")))?;
+        if last.is_some_and(|last| last >= placed) {
+            return Err(invalid(format!("a sample at {seconds} after a later one")));
+        }
+        Ok(placed)
+    }
+
+    fn number(
+        &self,
+        (seconds, value): (f64, &str),
+        last: Option<i64>,
+        add: &mut impl FnMut(i64, f64),
+    ) -> Result<i64, AnswerError> {
+        let time = self.time(seconds, last)?;
+        let text = || value.chars().take(50).collect::<String>();
+        add(time, value.parse().map_err(|_| invalid(format!("the value {:?}", text())))?);
+        Ok(time)
+    }
+
+    fn histogram(
+        &self,
+        (seconds, histogram): (f64, &RawValue),
+        last: Option<i64>,
+    ) -> Result<i64, AnswerError> {
+        if !histogram.get().starts_with('{') {
+            return Err(invalid("a histogram that is no object"));
+        }
+        self.time(seconds, last)
     }
 }
 
@@ -188,18 +341,11 @@ impl Writer {
     }
 
     /// Adds a series as it came.
-    pub(crate) fn pass(&mut self, series: Series, agent: &AgentLabels, kept: Kept) {
+    pub(crate) fn pass(&mut self, series: Passed, agent: &AgentLabels, kept: Kept) {
         self.begin(&attach(series.labels, agent, kept));
-        for (name, samples) in [
-            ("value", series.value),
-            ("values", series.values),
-            ("histogram", series.histogram),
-            ("histograms", series.histograms),
-        ] {
-            if let Some(samples) = samples {
-                // Writing to a string does not fail.
-                let _ = write!(self.json, r#","{name}":{samples}"#);
-            }
+        for (name, samples) in series.samples {
+            // Writing to a string does not fail.
+            let _ = write!(self.json, r#","{name}":{samples}"#);
         }
         self.json.push('}');
     }
@@ -266,49 +412,133 @@ impl std::fmt::Display for Number {
 mod tests {
     use super::*;
 
+    fn leaf(text: &str) -> Leaf {
+        crate::Plan::parse(text).unwrap().leaves().remove(0).clone()
+    }
+
+    fn read(json: &str, text: &str, times: Times) -> Result<Answer, AnswerError> {
+        Answer::read(json.as_bytes(), &leaf(text), times, &Room::new(10))
+    }
+
+    fn success(result_type: &str, result: &str) -> String {
+        format!(r#"{{"status":"success","data":{{"resultType":"{result_type}","result":{result}}}}}"#)
+    }
+
     #[test]
     fn answers_are_read_and_passed_on_as_they_are() {
-        let json = br#"{"status":"success","data":{"resultType":"vector","result":[
+        let json = r#"{"status":"success","data":{"result":[
             {"metric":{"__name__":"up","agent":"x"},"value":[1.5e9,"1.50"]},
-            {"metric":{},"histogram":[1,{"count":"3"}]}]},"warnings":["w"],"infos":["i"]}"#;
-        let answer = Answer::read(json).unwrap();
-        assert_eq!(
-            (answer.len(), answer.is_empty(), &answer.warnings[..]),
-            (2, false, &["w".to_owned()][..])
-        );
-        assert_eq!(answer.series[0].points().unwrap().unwrap(), Points::from([(1_500_000_000_000, 1.5)]));
-        assert_eq!(answer.series[1].points(), Ok(None));
+            {"metric":{},"histogram":[1500000000,{"count":"3"}]}],"resultType":"vector"},"warnings":["w"],"infos":["i"]}"#;
+        let times = Times::instant(1_500_000_000_000);
+        let answer = read(json, "up", times).unwrap();
+        assert_eq!(answer.warnings, ["w"]);
         let agent = AgentLabels { id: "7".to_owned(), name: "b".to_owned() };
-        let mut writer = Writer::new(answer.result_type);
-        answer.series.into_iter().for_each(|series| writer.pass(series, &agent, Kept::BOTH));
+        let mut writer = Writer::new(ResultType::Vector);
+        let Series::Passed(series) = answer.series else { panic!("to be passed") };
+        series.into_iter().for_each(|series| writer.pass(series, &agent, Kept::BOTH));
         let expected = concat!(
             r#"{"resultType":"vector","result":[{"metric":{"__name__":"up","agent":"7","agent_name":"b","#,
             r#""exported_agent":"x"},"value":[1.5e9,"1.50"]},{"metric":{"agent":"7","agent_name":"b"},"#,
-            r#""histogram":[1,{"count":"3"}]}]}"#
+            r#""histogram":[1500000000,{"count":"3"}]}]}"#
         );
         assert_eq!(writer.finish(), expected);
+        assert!(matches!(read(json, "sum(up)", times).unwrap().series, Series::Histograms));
+        let of_sum = success("vector", r#"[{"metric":{},"value":[1499999999.999,"2"]}]"#);
+        let Series::Read(rows) = read(&of_sum, "sum(up)", times).unwrap().series else { panic!("read") };
+        assert_eq!(rows, [(Labels::new(), Points::from([(1_500_000_000_000, 2.0)]))]);
     }
 
     #[test]
     fn what_is_no_answer_is_told_from_a_refusal() {
-        let refused = br#"{"status":"error","errorType":"bad_data","error":"parse error"}"#;
-        assert_eq!(Answer::read(refused).unwrap_err(), AnswerError::Refused("parse error".to_owned()));
-        for wrong in [
-            "",
-            "<html>",
-            "{}",
-            r#"{"status":"success"}"#,
-            r#"{"status":"x","data":{}}"#,
-            r#"{"status":"success","data":{"resultType":"table","result":[]}}"#,
-            r#"{"status":"success","data":{"resultType":"vector","result":[{"value":[1,"1"]}]}}"#,
-            r#"{"status":"success","data":{"resultType":"vector","result":{}}}"#,
-        ] {
-            assert!(matches!(Answer::read(wrong.as_bytes()), Err(AnswerError::Invalid(_))), "{wrong}");
+        let at = Times::instant(1_000);
+        let refused = r#"{"status":"error","errorType":"bad_data","error":"parse error"}"#;
+        assert_eq!(read(refused, "up", at).unwrap_err(), AnswerError::Refused("parse error".to_owned()));
+        for wrong in ["", "<html>", "{}", r#"{"status":"success"}"#, r#"{"status":"x","data":{}}"#] {
+            assert!(matches!(read(wrong, "up", at), Err(AnswerError::Invalid(_))), "{wrong}");
         }
-        let odd = r#"{"status":"success","data":{"resultType":"vector","result":[{"metric":{},"value":[1e300,"1"]},
-            {"metric":{},"value":[1,"x"]},{"metric":{},"value":[1]},{"metric":{},"values":[[1,"1"],[2]]}]}}"#;
-        let answer = Answer::read(odd.as_bytes()).unwrap();
-        assert!(answer.series.iter().all(|series| series.points().is_err()));
+    }
+
+    #[test]
+    fn another_form_or_other_times_are_no_answer() {
+        let (at, range) = (Times::instant(1_000), Times::range(1_000, 3_000, 1_000));
+        for (times, text, result_type, series) in [
+            (at, "up", "vector", r#""value":[1,"1"]"#),
+            (at, "up", "vector", r#""histogram":[1,{}]"#),
+            (at, "up[5m]", "matrix", r#""values":[[-7,"1"],[9,"2"]]"#),
+            (range, "up", "matrix", r#""values":[[1,"1"],[3,"2"]],"histograms":[[2,{}]]"#),
+            (range, "up", "matrix", r#""values":[]"#),
+        ] {
+            let json = success(result_type, &format!(r#"[{{"metric":{{}},{series}}}]"#));
+            assert!(read(&json, text, times).is_ok(), "{json}");
+        }
+        for (times, text, result_type, series) in [
+            (at, "up", "table", ""),
+            (at, "up", "scalar", r#""value":[1,"1"]"#),
+            (at, "up", "matrix", r#""values":[[1,"1"]]"#),
+            (at, "up[5m]", "vector", r#""value":[1,"1"]"#),
+            (range, "up", "vector", r#""value":[1,"1"]"#),
+            (at, "up", "vector", r#""x":1"#),
+            (at, "up", "vector", r#""values":[[1,"1"]]"#),
+            (at, "up", "vector", r#""value":[1,"1"],"values":[]"#),
+            (at, "up", "vector", r#""value":[1,"1"],"histogram":[1,{}]"#),
+            (at, "up", "vector", r#""value":[2,"1"]"#),
+            (at, "up", "vector", r#""value":[1e300,"1"]"#),
+            (at, "up", "vector", r#""value":[1,"x"]"#),
+            (at, "up", "vector", r#""value":[1,1]"#),
+            (at, "up", "vector", r#""value":[1]"#),
+            (at, "up", "vector", r#""value":[1,"1",2]"#),
+            (at, "up", "vector", r#""histogram":[1,3]"#),
+            (range, "up", "matrix", r#""value":[1,"1"]"#),
+            (range, "up", "matrix", r#""values":[[1,"1"],[1,"1"]]"#),
+            (range, "up", "matrix", r#""values":[[2,"1"],[1,"1"]]"#),
+            (range, "up", "matrix", r#""values":[[1.5,"1"]]"#),
+            (range, "up", "matrix", r#""values":[[4,"1"]]"#),
+            (range, "up", "matrix", r#""values":[[1,"1"],[2]]"#),
+            (range, "up", "matrix", r#""histograms":[[5,{}]]"#),
+        ] {
+            let json = success(result_type, &format!(r#"[{{"metric":{{}},{series}}}]"#));
+            for text in [text.to_owned(), format!("sum({text})")] {
+                if text == "sum(up[5m])" {
+                    continue;
+                }
+                assert!(matches!(read(&json, &text, times), Err(AnswerError::Invalid(_))), "{text} {json}");
+            }
+        }
+        for wrong in [r#"{}"#, r#"[1]"#, r#"[{"value":[1,"1"]}]"#, r#"[{"metric":[],"value":[1,"1"]}]"#] {
+            assert!(read(&success("vector", wrong), "up", at).is_err(), "{wrong}");
+        }
+        let twice = r#"[{"metric":{"a":"b"},"value":[1,"1"]},{"metric":{"a":"b"},"value":[1,"2"]}]"#;
+        let error = read(&success("vector", twice), "up", at).unwrap_err();
+        assert!(error.to_string().contains("same labels"), "{error}");
+    }
+
+    #[test]
+    fn no_more_series_are_kept_than_there_is_room_for() {
+        let at = Times::instant(1_000);
+        let series = |from: usize, count: usize| {
+            let one = |n| format!(r#"{{"metric":{{"a":"{n}"}},"value":[1,"1"]}}"#);
+            (from..from + count).map(one).collect::<Vec<_>>()
+        };
+        let answer = |list: Vec<String>| success("vector", &format!("[{}]", list.join(",")));
+        let room = Room::new(10);
+        let read = |json: &str| Answer::read(json.as_bytes(), &leaf("up"), at, &room);
+        let first = read(&answer(series(0, 6))).unwrap();
+        // What is no JSON takes no room.
+        let broken = answer([series(0, 6), vec!["}".to_owned()]].concat());
+        assert!(matches!(read(&broken), Err(AnswerError::Invalid(_))) && !room.is_exceeded());
+        assert_eq!(read(&answer(series(0, 5))).unwrap_err(), AnswerError::TooMany(10));
+        assert!(room.is_exceeded());
+        drop(first);
+        assert!(read(&answer(series(0, 10))).is_ok());
+        // Many labels count as several series.
+        let labels: Vec<String> = (0..320).map(|n| format!(r#""l{n}":"""#)).collect();
+        let wide = format!(r#"{{"metric":{{{}}},"value":[1,"1"]}}"#, labels.join(","));
+        assert_eq!(read(&answer(vec![wide])).unwrap_err(), AnswerError::TooMany(10));
+        let wider: Vec<String> = (0..1_001).map(|n| format!(r#""l{n}":"""#)).collect();
+        let wider = format!(r#"{{"metric":{{{}}},"value":[1,"1"]}}"#, wider.join(","));
+        let wide_room = Room::new(1_000);
+        let error = Answer::read(answer(vec![wider]).as_bytes(), &leaf("up"), at, &wide_room).unwrap_err();
+        assert!(error.to_string().contains("labels"), "{error}");
     }
 
     #[test]

@@ -11,19 +11,24 @@
 
 mod answer;
 mod guard;
+mod json;
 mod labels;
 pub mod lists;
 mod merge;
 mod plan;
 mod refused;
+mod room;
 mod scope;
 mod syntax;
+mod times;
 
 pub use self::{
     answer::{Answer, AnswerError, ResultType},
     labels::{AGENT, AGENT_NAME, AgentLabels, own, shown},
-    merge::{Answers, MergeError},
-    plan::{Aggregation, Leaf, Merged, Operator, Plan, Selection},
+    merge::{Answers, Data},
+    plan::{Aggregation, Between, Leaf, Merged, Operator, Plan, Selection},
     refused::{Kind, Refused},
+    room::Room,
     scope::Scope,
+    times::Times,
 };

@@ -3,32 +3,23 @@
 mod aggregate;
 mod between;
 
-use std::collections::BTreeMap;
-
 use crate::{
-    Refused,
-    answer::{Answer, AnswerError, Points, ResultType, Writer},
+    AnswerError, Refused, Times,
+    answer::{Answer, Points, ResultType, Series, Writer},
     labels::{AgentLabels, Labels},
-    plan::{Leaf, Merged, Plan},
+    plan::{Leaf, Merge, Merged, Plan},
 };
 
 /// The answers of servers to one question, by agents.
 pub type Answers = Vec<(AgentLabels, Answer)>;
 
-/// Why there is no answer.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MergeError {
-    /// The answers cannot be merged: status 422.
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    /// The answer of an agent cannot be used.
-    #[error("agent {agent}: {error}")]
-    Answer {
-        /// The id of the agent.
-        agent: String,
-        /// Why.
-        error: AnswerError,
-    },
+/// The data of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Data {
+    /// `{"resultType": …, "result": […]}`.
+    pub json: String,
+    /// Whether there were more series than asked for.
+    pub is_truncated: bool,
 }
 
 /// One series, with its samples.
@@ -39,65 +30,98 @@ pub(crate) struct Row {
 }
 
 impl Plan {
-    /// Returns the data of the answer: `{"resultType": …, "result": […]}`. `answers` has those to each of
-    /// [`Plan::leaves`]. `is_range`: the question was a `query_range`.
+    /// Checks that the answers of one server to each of [`Plan::leaves`] belong together.
     ///
     /// # Errors
-    /// [`MergeError`].
-    pub fn merge(&self, answers: Vec<Answers>, is_range: bool) -> Result<String, MergeError> {
-        let mut answers = answers.into_iter();
-        let expected = if is_range { ResultType::Matrix } else { ResultType::Vector };
+    /// [`AnswerError::Invalid`].
+    pub fn check(&self, answers: &[Option<Answer>]) -> Result<(), AnswerError> {
+        let mut answers = answers.iter().map(Option::as_ref);
         match self {
-            Self::One(_) => Ok(Writer::new(expected).finish()),
-            Self::Each(leaf) => Ok(side_by_side(leaf, answers.next().unwrap_or_default(), expected)),
+            Self::One(_) | Self::Each(_) => Ok(()),
+            Self::Merged(merged) => check(merged, &mut answers),
+        }
+    }
+
+    /// Makes the data of the answer. `answers` has those to each of [`Plan::leaves`], `times` is what they
+    /// were read with. `limit` is the most series of it.
+    ///
+    /// # Errors
+    /// [`Refused`]: the answers cannot be merged.
+    pub fn merge(&self, answers: Vec<Answers>, times: Times, limit: Option<usize>) -> Result<Data, Refused> {
+        let mut answers = answers.into_iter();
+        let limit = limit.unwrap_or(usize::MAX);
+        let expected = if times.is_range() { ResultType::Matrix } else { ResultType::Vector };
+        match self {
+            Self::One(_) => Ok(Data { json: Writer::new(expected).finish(), is_truncated: false }),
+            Self::Each(leaf) => {
+                Ok(side_by_side(leaf, answers.next().unwrap_or_default(), leaf.result_type(times), limit))
+            }
             Self::Merged(merged) => {
-                let rows = evaluate(merged, &mut answers)?;
-                check_unique(&rows)?;
+                let mut rows = evaluate(merged, &mut answers)?;
+                rows.retain(|row| !row.points.is_empty());
                 let mut writer = Writer::new(expected);
-                rows.iter().for_each(|row| writer.add(&row.labels, &row.points));
-                Ok(writer.finish())
+                rows.iter().take(limit).for_each(|row| writer.add(&row.labels, &row.points));
+                Ok(Data { json: writer.finish(), is_truncated: rows.len() > limit })
             }
         }
     }
 }
 
-fn side_by_side(leaf: &Leaf, answers: Answers, expected: ResultType) -> String {
-    // An expression such as `up[5m]` has another type than the question.
-    let result_type = answers.first().map_or(expected, |(_, answer)| answer.result_type);
-    let mut writer = Writer::new(result_type);
-    for (agent, answer) in answers {
-        for series in answer.series {
-            writer.pass(series, &agent, leaf.kept);
+fn check<'a>(
+    merged: &Merged,
+    answers: &mut impl Iterator<Item = Option<&'a Answer>>,
+) -> Result<(), AnswerError> {
+    match merged {
+        Merged::Aggregation(aggregation) => {
+            let of_leaves: Vec<_> = aggregation.leaves.iter().map(|_| answers.next().flatten()).collect();
+            match (&aggregation.merge, of_leaves.as_slice()) {
+                (Merge::Average, [sums, counts]) => aggregate::check_average(*sums, *counts),
+                _ => Ok(()),
+            }
+        }
+        Merged::Number(_) => Ok(()),
+        Merged::Negated(inner) => check(inner, answers),
+        Merged::Binary(between) => {
+            check(&between.left, answers)?;
+            check(&between.right, answers)
         }
     }
-    writer.finish()
+}
+
+fn side_by_side(leaf: &Leaf, answers: Answers, result_type: ResultType, limit: usize) -> Data {
+    let mut writer = Writer::new(result_type);
+    let mut count = 0_usize;
+    for (agent, answer) in answers {
+        // What is to be merged is of another plan.
+        let Series::Passed(list) = answer.series else { continue };
+        for series in list {
+            count += 1;
+            if count <= limit {
+                writer.pass(series, &agent, leaf.kept);
+            }
+        }
+    }
+    Data { json: writer.finish(), is_truncated: count > limit }
 }
 
 /// Evaluates what is made of the answers, which are taken in the order of the leaves.
-fn evaluate(merged: &Merged, answers: &mut impl Iterator<Item = Answers>) -> Result<Vec<Row>, MergeError> {
+fn evaluate(merged: &Merged, answers: &mut impl Iterator<Item = Answers>) -> Result<Vec<Row>, Refused> {
     match merged {
         Merged::Aggregation(aggregation) => aggregate::evaluate(aggregation, answers),
         // A number alone reads no series, and is none of the operands that come here.
         Merged::Number(_) => Ok(Vec::new()),
-        Merged::Negated(inner) => {
-            let mut rows = evaluate(inner, answers)?;
-            for row in &mut rows {
-                row.labels.remove(NAME);
-                row.points.values_mut().for_each(|value| *value = -*value);
-            }
-            Ok(rows)
-        }
-        Merged::Binary(operator, left, right) => match (&**left, &**right) {
+        Merged::Negated(inner) => between::negated(evaluate(inner, answers)?),
+        Merged::Binary(binary) => match (&binary.left, &binary.right) {
             (Merged::Number(left), right) => {
-                Ok(between::with_number(*operator, evaluate(right, answers)?, *left, between::Side::Left))
+                between::with_number(binary, evaluate(right, answers)?, *left, between::Side::Left)
             }
             (left, Merged::Number(right)) => {
-                Ok(between::with_number(*operator, evaluate(left, answers)?, *right, between::Side::Right))
+                between::with_number(binary, evaluate(left, answers)?, *right, between::Side::Right)
             }
             (left, right) => {
                 let left = evaluate(left, answers)?;
                 let right = evaluate(right, answers)?;
-                Ok(between::both(*operator, left, right)?)
+                between::both(binary, left, right)
             }
         },
     }
@@ -105,21 +129,6 @@ fn evaluate(merged: &Merged, answers: &mut impl Iterator<Item = Answers>) -> Res
 
 /// The label with the name of a metric.
 pub(crate) const NAME: &str = "__name__";
-
-/// Operators drop the names of metrics, and what is left must still tell series apart, at every time.
-fn check_unique(rows: &[Row]) -> Result<(), Refused> {
-    let mut seen: BTreeMap<&Labels, Vec<&Points>> = BTreeMap::new();
-    for row in rows {
-        let same = seen.entry(&row.labels).or_default();
-        if same.iter().any(|points| points.keys().any(|time| row.points.contains_key(time))) {
-            return Err(Refused::unsupported(
-                "the result would have two series with the same labels: vector cannot contain metrics with the same labelset",
-            ));
-        }
-        same.push(&row.points);
-    }
-    Ok(())
-}
 
 #[cfg(test)]
 mod tests;

@@ -4,8 +4,10 @@ mod classify;
 mod leaf;
 mod rewrite;
 
+use std::collections::BTreeSet;
+
 use promql_parser::parser::{
-    AggregateExpr, BinaryExpr, Expr, LabelModifier,
+    AggregateExpr, BinModifier, BinaryExpr, Expr, LabelModifier,
     token::{
         T_ADD, T_ATAN2, T_AVG, T_BOTTOMK, T_COUNT, T_DIV, T_EQLC, T_GROUP, T_GTE, T_GTR, T_LSS, T_LTE, T_MAX,
         T_MIN, T_MOD, T_MUL, T_NEQ, T_POW, T_SUB, T_SUM, T_TOPK,
@@ -17,8 +19,11 @@ pub use self::leaf::{Leaf, Selection};
 use crate::{
     Refused,
     labels::{self, Kept},
-    syntax::{each_selector, parse},
+    syntax::{each_selector, implicit, is_one_to_one, parse},
 };
+
+/// Questions to each server for one expression.
+const MOST_LEAVES: usize = 16;
 
 /// How an expression is answered.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,8 +45,27 @@ pub enum Merged {
     Number(f64),
     /// The same with the other sign.
     Negated(Box<Self>),
-    /// Arithmetic or a comparison: on equal labels, or with a number.
-    Binary(Operator, Box<Self>, Box<Self>),
+    /// Arithmetic or a comparison.
+    Binary(Box<Between>),
+}
+
+/// Arithmetic or a comparison, of series that match one to one, or with a number.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Between {
+    pub(crate) operator: Operator,
+    /// Which labels must be equal: those of `on`, or all but the name of the metric and those of `ignoring`.
+    pub(crate) matching: Grouping,
+    /// A comparison gives 1 and 0.
+    pub(crate) is_bool: bool,
+    pub(crate) left: Merged,
+    pub(crate) right: Merged,
+}
+
+impl Between {
+    /// Whether results have the name of the metric.
+    pub(crate) fn keeps_name(&self) -> bool {
+        self.operator.is_comparison() && !self.is_bool
+    }
 }
 
 /// An operator between values.
@@ -91,8 +115,8 @@ pub(crate) enum Merge {
 /// Which labels make a group, by the names that are shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Grouping {
-    By(Vec<String>),
-    Without(Vec<String>),
+    By(BTreeSet<String>),
+    Without(BTreeSet<String>),
 }
 
 impl Plan {
@@ -108,14 +132,14 @@ impl Plan {
             Ok::<_, Refused>(())
         };
         each_selector(&mut expr, &mut count)?;
-        if selectors == 0 {
+        if selectors == 0 && implicit(&mut expr).is_none() {
             return Ok(Self::One(text.to_owned()));
         }
-        if let Some(merged) = merged(&expr)? {
+        if let Some(merged) = merged(&expr, &mut { MOST_LEAVES })? {
             return Ok(Self::Merged(merged));
         }
         match classify(&expr)? {
-            Shape::Vector(kept) => Ok(Self::Each(Leaf::new(expr, kept)?)),
+            Shape::Vector(kept) => Ok(Self::Each(Leaf::new(expr, kept, false)?)),
             Shape::Scalar | Shape::Text => Err(Refused::part(&expr, "its result has no series")),
         }
     }
@@ -136,50 +160,69 @@ impl Merged {
             Self::Aggregation(aggregation) => aggregation.leaves.iter().collect(),
             Self::Number(_) => Vec::new(),
             Self::Negated(inner) => inner.leaves(),
-            Self::Binary(_, left, right) => {
-                let mut leaves = left.leaves();
-                leaves.extend(right.leaves());
+            Self::Binary(between) => {
+                let mut leaves = between.left.leaves();
+                leaves.extend(between.right.leaves());
                 leaves
             }
         }
     }
 }
 
-/// Reads an expression whose outermost operations are merged; `None`: they are not.
-fn merged(expr: &Expr) -> Result<Option<Merged>, Refused> {
+/// Reads an expression whose outermost operations are merged; `None`: they are not. Each part is read once.
+/// `left` is how many more questions to a server there may be.
+fn merged(expr: &Expr, left: &mut usize) -> Result<Option<Merged>, Refused> {
     match expr {
-        Expr::Paren(paren) => merged(&paren.expr),
-        Expr::Unary(unary) => Ok(merged(&unary.expr)?.map(|inner| Merged::Negated(Box::new(inner)))),
+        Expr::Paren(paren) => merged(&paren.expr, left),
+        Expr::Unary(unary) => Ok(merged(&unary.expr, left)?.map(|inner| Merged::Negated(Box::new(inner)))),
         Expr::Aggregate(aggregate) if is_without_agent(aggregate.modifier.as_ref()) => {
-            Ok(Some(Merged::Aggregation(Box::new(aggregation(expr, aggregate)?))))
+            Ok(Some(Merged::Aggregation(Box::new(aggregation(expr, aggregate, left)?))))
         }
-        Expr::Binary(binary) => between(expr, binary),
+        Expr::Binary(binary) => between(expr, binary, left),
         _ => Ok(None),
     }
 }
 
-fn between(expr: &Expr, binary: &BinaryExpr) -> Result<Option<Merged>, Refused> {
-    let operand = |side: &Expr| match merged(side)? {
-        Some(merged) => Ok(Some(merged)),
-        None => Ok::<_, Refused>(number(side).map(Merged::Number)),
-    };
-    let (left, right) = (merged(&binary.lhs)?, merged(&binary.rhs)?);
-    if left.is_none() && right.is_none() {
+fn between(expr: &Expr, binary: &BinaryExpr, left: &mut usize) -> Result<Option<Merged>, Refused> {
+    let (lhs, rhs) = (merged(&binary.lhs, left)?, merged(&binary.rhs, left)?);
+    if lhs.is_none() && rhs.is_none() {
         return Ok(None);
     }
     let Some(operator) = operator(binary.op.id()) else {
         let hint = "and, or and unless between aggregations over all agents are not supported; write both sides with by (agent, …)";
         return Err(Refused::part(expr, hint));
     };
-    if binary.modifier.is_some() {
-        let hint = "on, ignoring, group_left, group_right and bool between aggregations over all agents are not \
-                    supported; write both sides with the same labels, or with by (agent, …)";
+    let matching = matching(expr, binary.modifier.as_ref())?;
+    let operand = |merged: Option<Merged>, side: &Expr| {
+        merged.or_else(|| number(side).map(Merged::Number)).ok_or_else(|| {
+            let hint = "beside an aggregation over all agents, only another one or a number is supported";
+            Refused::part(side, hint)
+        })
+    };
+    let (lhs, rhs) = (operand(lhs, &binary.lhs)?, operand(rhs, &binary.rhs)?);
+    let is_bool = binary.modifier.as_ref().is_some_and(|modifier| modifier.return_bool);
+    Ok(Some(Merged::Binary(Box::new(Between { operator, matching, is_bool, left: lhs, right: rhs }))))
+}
+
+/// Returns which labels must be equal. With a number, nothing must.
+fn matching(expr: &Expr, modifier: Option<&BinModifier>) -> Result<Grouping, Refused> {
+    let Some(modifier) = modifier else { return Ok(Grouping::Without(BTreeSet::new())) };
+    if !is_one_to_one(Some(modifier)) {
+        let hint = "group_left and group_right between aggregations over all agents are not supported; aggregate both \
+                    sides to the same labels, or write both with by (agent, …)";
         return Err(Refused::part(expr, hint));
     }
-    let hint = "beside an aggregation over all agents, only another one or a number is supported";
-    let left = operand(&binary.lhs)?.ok_or_else(|| Refused::part(&binary.lhs, hint))?;
-    let right = operand(&binary.rhs)?.ok_or_else(|| Refused::part(&binary.rhs, hint))?;
-    Ok(Some(Merged::Binary(operator, Box::new(left), Box::new(right))))
+    if modifier.fill_values != Default::default() {
+        return Err(Refused::part(expr, "fill is not supported for many agents"));
+    }
+    Ok(modifier.matching.as_ref().map_or(Grouping::Without(BTreeSet::new()), grouping))
+}
+
+fn grouping(modifier: &LabelModifier) -> Grouping {
+    match modifier {
+        LabelModifier::Include(list) => Grouping::By(list.labels.iter().cloned().collect()),
+        LabelModifier::Exclude(list) => Grouping::Without(list.labels.iter().cloned().collect()),
+    }
 }
 
 /// Returns the value of an expression of numbers alone.
@@ -189,8 +232,12 @@ fn number(expr: &Expr) -> Option<f64> {
         Expr::Paren(paren) => number(&paren.expr),
         Expr::Unary(unary) => Some(-number(&unary.expr)?),
         Expr::Binary(binary) => {
-            let operator = operator(binary.op.id()).filter(|operator| !operator.is_comparison())?;
-            Some(operator.apply(number(&binary.lhs)?, number(&binary.rhs)?))
+            let operator = operator(binary.op.id())?;
+            let (left, right) = (number(&binary.lhs)?, number(&binary.rhs)?);
+            Some(match operator.compare(left, right) {
+                Some(holds) => f64::from(u8::from(holds)),
+                None => operator.apply(left, right),
+            })
         }
         _ => None,
     }
@@ -249,25 +296,27 @@ impl Operator {
     }
 }
 
-fn aggregation(expr: &Expr, aggregate: &AggregateExpr) -> Result<Aggregation, Refused> {
+fn aggregation(expr: &Expr, aggregate: &AggregateExpr, left: &mut usize) -> Result<Aggregation, Refused> {
+    let questions = if aggregate.op.id() == T_AVG { 2 } else { 1 };
+    *left = left.checked_sub(questions).ok_or_else(|| {
+        Refused::unsupported(format!(
+            "the expression needs more than {MOST_LEAVES} questions to each agent, of which avg needs two: use \
+             fewer aggregations over all agents"
+        ))
+    })?;
     let Shape::Vector(inner) = classify(&aggregate.expr)? else {
         return Err(Refused::part(expr, "there is nothing to aggregate"));
     };
-    let names = |list: &promql_parser::label::Labels| list.labels.clone();
-    let grouping = match &aggregate.modifier {
-        None => Grouping::By(Vec::new()),
-        Some(LabelModifier::Include(list)) => Grouping::By(names(list)),
-        Some(LabelModifier::Exclude(list)) => Grouping::Without(names(list)),
-    };
+    let grouping = aggregate.modifier.as_ref().map_or(Grouping::By(BTreeSet::new()), grouping);
     let keeps_name = inner.name
         && match &grouping {
-            Grouping::By(list) => list.iter().any(|label| label == labels::AGENT_NAME),
-            Grouping::Without(list) => list.iter().all(|label| label != labels::AGENT_NAME),
+            Grouping::By(list) => list.contains(labels::AGENT_NAME),
+            Grouping::Without(list) => !list.contains(labels::AGENT_NAME),
         };
     let kept = Kept { agent: false, name: keeps_name };
     let leaf = |token: u16| {
         let op = promql_parser::parser::token::TokenType::new(token);
-        Leaf::new(Expr::Aggregate(AggregateExpr { op, ..aggregate.clone() }), kept)
+        Leaf::new(Expr::Aggregate(AggregateExpr { op, ..aggregate.clone() }), kept, true)
     };
     let token = aggregate.op.id();
     let (merge, leaves) = match token {
@@ -286,7 +335,7 @@ fn aggregation(expr: &Expr, aggregate: &AggregateExpr) -> Result<Aggregation, Re
             let count = count.clamp(0.0, 1e6) as usize;
             let merge = Merge::Best { count, is_largest: token == T_TOPK, grouping };
             // The elements keep all their labels.
-            (merge, vec![Leaf::new(expr.clone(), inner)?])
+            (merge, vec![Leaf::new(expr.clone(), inner, true)?])
         }
         _ => {
             let hint = "over all agents, only sum, min, max, count, group, avg, topk and bottomk are exact; write by (agent, …)";

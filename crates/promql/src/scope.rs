@@ -9,7 +9,7 @@ use promql_parser::{
 
 use crate::{
     Refused,
-    syntax::{each_selector, parse, parse_selector, write},
+    syntax::{each_selector, implicit, parse, parse_selector, write},
 };
 
 /// Label matchers that every selector gets, such as `{namespace="shop"}`: a server with the data of several
@@ -40,6 +40,11 @@ impl Scope {
     /// [`Refused`].
     pub fn narrow(&self, expression: &str) -> Result<String, Refused> {
         let mut expr = parse(expression)?;
+        if let Some(call) = implicit(&mut expr) {
+            let hint = "it reads target_info beside what kas.yaml of the agent allows; join it instead: … * on (job, \
+                        instance) group_left (…) target_info";
+            return Err(Refused::part(call, hint));
+        }
         let add = |selector: &mut VectorSelector| {
             self.add_to(selector);
             Ok(())
@@ -98,6 +103,25 @@ mod tests {
         assert_eq!(scope.narrow_selector("up").unwrap(), r#"up{job!~"a|b",namespace="shop"}"#);
         assert!(scope.narrow_selector("sum(up)").is_err() && scope.narrow("sum(").is_err());
         assert_eq!(Scope::parse(&scope.to_string()).as_ref(), Ok(&scope));
+    }
+
+    #[test]
+    fn what_reads_series_without_a_selector_is_refused() {
+        let scope = Scope::parse(r#"{namespace="shop"}"#).unwrap();
+        for text in [
+            "info(up)",
+            "1 + sum(info(rate(x[5m])))",
+            r#"info(up, {version="1"})"#,
+            "info(vector(1))",
+            "max_over_time((-info(up))[1h:1m])",
+        ] {
+            let refused = scope.narrow(text).unwrap_err();
+            assert!(refused.text.starts_with("info(") && refused.text.contains("target_info"), "{refused}");
+        }
+        // Every other function reads what its arguments select, and nothing else.
+        for text in ["info", r#"up{info="x"}"#, "absent(up)", "hour()", "vector(1)", "scalar(up)"] {
+            assert!(scope.narrow(text).is_ok(), "{text}");
+        }
     }
 
     #[test]

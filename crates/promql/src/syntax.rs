@@ -1,7 +1,8 @@
 //! Parses and writes expressions.
 
 use promql_parser::parser::{
-    self, AggregateExpr, BinModifier, BinaryExpr, Expr, LabelModifier, VectorMatchCardinality, VectorSelector,
+    self, AggregateExpr, BinModifier, BinaryExpr, Call, Expr, LabelModifier, VectorMatchCardinality,
+    VectorSelector,
 };
 
 use crate::{Refused, guard};
@@ -111,6 +112,18 @@ pub(crate) fn each_selector<E>(
         Expr::MatrixSelector(matrix) => change(&mut matrix.vs),
         other => children(other).into_iter().try_for_each(|child| each_selector(child, change)),
     }
+}
+
+/// Returns the first call of a function that reads series which no selector of the expression names. Only
+/// `info` does: it adds the labels of `target_info`.
+pub(crate) fn implicit(expr: &mut Expr) -> Option<&Call> {
+    if matches!(expr, Expr::Call(call) if call.func.name == "info") {
+        return match expr {
+            Expr::Call(call) => Some(call),
+            _ => None,
+        };
+    }
+    children(expr).into_iter().find_map(implicit)
 }
 
 /// The kind of matching of an operator.

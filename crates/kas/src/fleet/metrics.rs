@@ -155,8 +155,12 @@ impl FleetMetrics {
         self.kept.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    pub(super) fn held(&self, bytes: usize) {
-        self.held.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    /// Returns what is told of each change of what is held.
+    pub(super) fn held(&self) -> impl Fn(i64) + Send + Sync + 'static {
+        let held = self.held.clone();
+        move |by| {
+            held.inc_by(by);
+        }
     }
 
     pub(super) fn agents(&self, answered: usize, unanswered: usize) {

@@ -2,12 +2,12 @@
 
 use promql_parser::{
     label::Matcher,
-    parser::{Expr, VectorSelector},
+    parser::{Expr, VectorSelector, value::ValueType},
 };
 
 use super::rewrite;
 use crate::{
-    Refused,
+    Refused, ResultType, Times,
     labels::{AGENT, AgentLabels, Kept},
     syntax::{each_selector, parse_selector, write},
 };
@@ -21,10 +21,12 @@ pub struct Leaf {
     /// The matchers of agents of each selector.
     agents: Vec<Vec<Matcher>>,
     pub(crate) kept: Kept,
+    /// Whether its results are merged with those of other servers.
+    pub(crate) is_merged: bool,
 }
 
 impl Leaf {
-    pub(super) fn new(mut expr: Expr, kept: Kept) -> Result<Self, Refused> {
+    pub(super) fn new(mut expr: Expr, kept: Kept, is_merged: bool) -> Result<Self, Refused> {
         let mut agents = Vec::new();
         let mut take = |selector: &mut VectorSelector| {
             agents.push(rewrite::selector(selector));
@@ -33,7 +35,22 @@ impl Leaf {
         each_selector(&mut expr, &mut take)?;
         rewrite::expression(&mut expr);
         let text = write(expr.clone())?;
-        Ok(Self { expr, text, agents, kept })
+        Ok(Self { expr, text, agents, kept, is_merged })
+    }
+
+    /// Returns the form of its results.
+    pub(crate) fn result_type(&self, times: Times) -> ResultType {
+        if times.is_range() || self.is_of_ranges() { ResultType::Matrix } else { ResultType::Vector }
+    }
+
+    /// Returns the times of the samples of its results; `None`: they are those of the series.
+    pub(crate) fn times_of(&self, times: Times) -> Option<Times> {
+        Some(times).filter(|_| !self.is_of_ranges())
+    }
+
+    /// Whether it is as `up[5m]`.
+    fn is_of_ranges(&self) -> bool {
+        self.expr.value_type() == ValueType::Matrix
     }
 
     /// Returns the expression for the server of an agent; `None`: no selector selects the agent, so the
@@ -73,6 +90,7 @@ fn all_match(matchers: &[Matcher], agent: &AgentLabels) -> bool {
 pub struct Selection {
     text: String,
     agents: Vec<Matcher>,
+    is_of_agents: bool,
 }
 
 impl Selection {
@@ -83,7 +101,14 @@ impl Selection {
     pub fn parse(text: &str) -> Result<Self, Refused> {
         let mut selector = parse_selector(text)?;
         let agents = rewrite::selector(&mut selector);
-        Ok(Self { text: write(Expr::VectorSelector(selector))?, agents })
+        let is_of_agents = rewrite::selects_everything(&selector);
+        Ok(Self { text: write(Expr::VectorSelector(selector))?, agents, is_of_agents })
+    }
+
+    /// Whether it selects all series of each agent that it selects, so that no server must be asked whether
+    /// there are any.
+    pub fn is_of_agents(&self) -> bool {
+        self.is_of_agents
     }
 
     /// Returns the selector for the server of an agent; `None`: it selects nothing of it.

@@ -32,6 +32,11 @@ fn not_empty() -> Matcher {
     Matcher::new(MatchOp::NotEqual, METRIC_NAME, "")
 }
 
+/// Whether a selector has nothing else than that.
+pub(super) fn selects_everything(selector: &VectorSelector) -> bool {
+    selector.name.is_none() && selector.matchers.matchers == [not_empty()]
+}
+
 /// Makes a selector that selects nothing.
 pub(super) fn nothing(selector: &mut VectorSelector) {
     for value in ["1", "2"] {

@@ -70,6 +70,10 @@ fn outermost_aggregations_are_merged() {
         ("-sum(a) + 2 ^ (1 / 2)", vec!["sum(a)"]),
         ("avg(a) - avg(b)", vec!["sum(a)", "count(a)", "sum(b)", "count(b)"]),
         ("sum(sum by (agent) (a))", vec!["sum(sum(a))"]),
+        ("sum(a) / on () sum(b)", vec!["sum(a)", "sum(b)"]),
+        ("max by (x)(a) > bool ignoring (y) min by (x)(b)", vec!["max by(x)(a)", "min by(x)(b)"]),
+        ("sum(a) > bool 1", vec!["sum(a)"]),
+        ("sum(a) > bool (2 == bool 1)", vec!["sum(a)"]),
     ] {
         assert!(matches!(Plan::parse(text), Ok(Plan::Merged(_))), "{text}");
         assert_eq!(asked(text), sent.into_iter().map(plain).collect::<Vec<_>>(), "{text}");
@@ -103,8 +107,11 @@ fn all_else_is_refused_with_the_part_and_what_to_write() {
         ("a / ignoring (agent) b", "a / ignoring", "on (agent, …)"),
         ("a / sum by (agent) (b)", "a / sum", "ignoring (agent_name)"),
         ("sum by (agent) (b) or a", "sum by (agent)", "agent_name"),
-        ("sum(a) / on () sum(b)", "sum(a) / on", "same labels"),
-        ("sum(a) > bool 1", "sum(a) > bool", "bool"),
+        ("sum(a) / on () group_left () sum(b)", "sum(a) / on", "group_left"),
+        ("sum(a) / on (x) group_right (y) sum by (x) (b)", "sum(a) / on", "group_right"),
+        ("info(up)", "info(up)", "not supported"),
+        ("sum(info(up))", "info(up)", "not supported"),
+        ("info(vector(1))", "info(vector(1))", "not supported"),
         ("sum(a) and sum(b)", "sum(a) and", "by (agent, …)"),
         ("sum(a) / b", "b", "another one or a number"),
         ("sum(a) / time()", "time()", "another one or a number"),
@@ -141,4 +148,41 @@ fn matchers_of_agents_choose_who_is_asked() {
     assert_eq!(selection.text_for(&berlin()), Some(r#"up{agent="x"}"#));
     let other = AgentLabels { id: "8".to_owned(), name: String::new() };
     assert_eq!(selection.text_for(&other), None);
+    for (text, is_of_agents) in [
+        (r#"{agent="7"}"#, true),
+        (r#"{agent_name=~"b.*",agent!="8"}"#, true),
+        (r#"up{agent="7"}"#, false),
+        (r#"{agent="7",job="a"}"#, false),
+        (r#"{job="a"}"#, false),
+    ] {
+        assert_eq!(Selection::parse(text).unwrap().is_of_agents(), is_of_agents, "{text}");
+    }
+}
+
+#[test]
+fn nested_operators_are_read_once() {
+    // Each of these would take 2^200 steps if an operand were read twice.
+    let ones = "+1".repeat(200);
+    for text in [
+        format!("sum(a){ones}"),
+        format!("{}sum(a){}", "1+(".repeat(120), ")".repeat(120)),
+        format!("{}sum(a)", "-".repeat(240)),
+        format!("{}sum(a){}", "(".repeat(240), ")".repeat(240)),
+    ] {
+        assert_eq!(asked(&text), ["sum(a)"], "{text}");
+    }
+    for text in [format!("a{ones}"), format!("{}a{}", "abs(".repeat(240), ")".repeat(240))] {
+        assert!(matches!(Plan::parse(&text), Ok(Plan::Each(_))), "{text}");
+    }
+    assert!(matches!(Plan::parse(&format!("1{ones}")), Ok(Plan::One(_))));
+}
+
+#[test]
+fn the_number_of_questions_is_bounded() {
+    let sums = |count: usize| vec!["sum(a)"; count].join("+");
+    assert_eq!(asked(&sums(16)).len(), 16);
+    for text in [sums(17), sums(100), vec!["avg(a)"; 9].join("+")] {
+        let refused = Plan::parse(&text).unwrap_err();
+        assert!(refused.kind == Kind::Unsupported && refused.text.contains("more than 16"), "{refused}");
+    }
 }

@@ -10,12 +10,12 @@ use cluster_call::{Budget, Cluster};
 use http::StatusCode;
 use ids::Actor;
 use kubernetes_api::{FleetQuestion, FleetRefusal};
-use promql::{AgentLabels, AnswerError};
+use promql::{AgentLabels, AnswerError, Room};
 
 use super::{
     Settings,
     form::Form,
-    one::{TASK, Told, Untold, ask},
+    one::{NOT_NARROWED, TASK, Told, Untold, ask},
     reply::Reply,
 };
 use crate::fleet::{
@@ -55,6 +55,7 @@ impl Gap {
                 refused: Some(status).filter(|status| status.is_client_error()),
                 why: format!("its Prometheus: {text}"),
             },
+            error @ AnswerError::TooMany(_) => Self::new(error.to_string()),
             AnswerError::Invalid(_) if !status.is_success() => {
                 Self::new(format!("its Prometheus answered with status {}", status.as_u16()))
             }
@@ -69,19 +70,17 @@ struct Many<'a> {
     settings: Settings,
     actor: Arc<Actor>,
     budget: Arc<Budget>,
+    room: Arc<Room>,
     members: Vec<Member>,
     unanswered: Vec<Unanswered>,
     /// A gap makes the answer an error.
     needs_all: bool,
-    is_range: bool,
 }
 
 /// The parts of an answer, by agents.
 struct Parts<T> {
     parts: Vec<(Member, T)>,
     gaps: Gaps,
-    /// Counts what the parts hold.
-    _held: Arc<Budget>,
 }
 
 /// What is missing in an answer.
@@ -89,8 +88,12 @@ struct Gaps {
     unanswered: Vec<Unanswered>,
     answered: usize,
     needs_all: bool,
-    /// The status with which all that answered have refused the question.
-    refused: Option<StatusCode>,
+    /// The statuses with which servers have refused the question; `None`: it has failed otherwise.
+    refusals: BTreeSet<Option<StatusCode>>,
+    /// Counts what the parts hold, until they are answered.
+    budget: Arc<Budget>,
+    /// Counts their series.
+    room: Arc<Room>,
 }
 
 impl FleetService {
@@ -144,13 +147,19 @@ impl FleetService {
                 settings.query,
                 Some(Arc::clone(&self.memory)),
             ),
+            room: Room::new(settings.series),
             members: selected.members,
             unanswered: selected.unanswered,
             needs_all,
-            is_range: path == "query_range",
         };
-        let reply = match path {
-            "query" | "query_range" => many.expression(form).await,
+        if matches!(path, "metadata" | "rules" | "alerts")
+            && let Some(reply) = not_narrowed(&many.members)
+        {
+            return Ok(reply);
+        }
+        Ok(match path {
+            "query" => many.expression(form, false).await,
+            "query_range" => many.expression(form, true).await,
             "series" => many.series(form).await,
             "labels" => many.labels(form).await,
             "metadata" => many.metadata(form).await,
@@ -162,10 +171,20 @@ impl FleetService {
                 }
                 None => Reply::not_found(path),
             },
-        };
-        self.metrics.held(self.memory.used());
-        Ok(reply)
+        })
     }
+}
+
+/// Refuses what is of whole servers if one of them may not tell it.
+fn not_narrowed(members: &[Member]) -> Option<Reply> {
+    let is_narrowed = |member: &&Member| {
+        let server = member.file.as_ref().and_then(|file| file.prometheus.as_ref());
+        server.is_some_and(|server| server.scope.is_some())
+    };
+    let member = members.iter().find(is_narrowed)?;
+    let name = Some(&*member.name).filter(|name| !name.is_empty());
+    let of = Unanswered::new(member.id, name, NOT_NARROWED);
+    Some(Reply::error(StatusCode::FORBIDDEN, &format!("{of}: select other agents")))
 }
 
 impl Many<'_> {
@@ -174,11 +193,13 @@ impl Many<'_> {
     where
         F: Future<Output = Result<T, Gap>>,
     {
-        let Self { service, settings, actor, budget, members, mut unanswered, needs_all, .. } = self;
-        let refused = parking_lot::Mutex::new(BTreeSet::new());
-        let total = members.len();
+        let Self { service, settings, actor, budget, room, members, mut unanswered, needs_all } = self;
+        let refusals = parking_lot::Mutex::new(BTreeSet::new());
         let times = Times { each: settings.timeout, all: settings.timeout * 3 };
         let one = async |member: Member| {
+            if budget.is_exhausted() || room.is_exceeded() {
+                return Err("not asked: a limit of the question is reached".to_owned());
+            }
             let file = member.file.clone().unwrap_or_default();
             let server = service.server(member.id, &actor, member.run_as.as_ref(), &file).await;
             let answer = match server {
@@ -197,7 +218,7 @@ impl Many<'_> {
                 Err((_, why)) => Err(Gap::new(why)),
             };
             answer.map_err(|gap: Gap| {
-                refused.lock().insert(gap.refused);
+                refusals.lock().insert(gap.refused);
                 gap.why
             })
         };
@@ -205,11 +226,9 @@ impl Many<'_> {
         service.metrics.agents(parts.len(), gaps.len() + unanswered.len());
         unanswered.extend(gaps);
         unanswered.sort_by_key(|missing| missing.agent);
-        let refused = refused.into_inner();
-        let is_one = refused.len() == 1 && parts.is_empty() && total > 0;
-        let refused = if is_one { refused.into_iter().next().flatten() } else { None };
         let answered = parts.len();
-        Parts { parts, gaps: Gaps { unanswered, answered, needs_all, refused }, _held: budget }
+        let refusals = refusals.into_inner();
+        Parts { parts, gaps: Gaps { unanswered, answered, needs_all, refusals, budget, room } }
     }
 }
 
@@ -227,15 +246,38 @@ impl Asker {
 }
 
 impl Gaps {
+    /// Makes an agent that had answered one that is missing.
+    fn add(&mut self, member: &Member, gap: Gap) {
+        let name = Some(&*member.name).filter(|name| !name.is_empty());
+        self.unanswered.push(Unanswered::new(member.id, name, &gap.why));
+        self.unanswered.sort_by_key(|missing| missing.agent);
+        self.answered = self.answered.saturating_sub(1);
+        self.refusals.insert(gap.refused);
+    }
+
     /// Returns an error if this answer must not be given.
     fn check(&self) -> Result<(), Reply> {
+        if self.room.is_exceeded() {
+            let text = format!(
+                "the answers have more than {} series or texts: aggregate, or select fewer agents",
+                self.room.most()
+            );
+            return Err(Reply::error(StatusCode::UNPROCESSABLE_ENTITY, &text));
+        }
+        if self.budget.is_exhausted() {
+            return Err(Reply::too_many(
+                "the answers to this question, or to all that are open, hold as much memory as they may: aggregate, \
+                 select fewer agents, or ask again later",
+            ));
+        }
         let Some(first) = self.unanswered.first() else { return Ok(()) };
         let more = match self.unanswered.len() - 1 {
             0 => String::new(),
             more => format!("; and {more} more"),
         };
         if self.answered == 0 {
-            let status = self.refused.unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
+            let refused = self.refusals.first().filter(|_| self.refusals.len() == 1).copied().flatten();
+            let status = refused.unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
             return Err(Reply::error(status, &format!("no agent answered: {first}{more}")));
         }
         if self.needs_all {
@@ -264,6 +306,24 @@ impl Gaps {
     }
 }
 
+/// What Prometheus warns of when a limit leaves series out.
+const TRUNCATED: &str = "results truncated due to limit";
+
+/// Reads a limit of a form as Prometheus does; `None`: there is none.
+///
+/// # Errors
+/// A reply with status 400.
+fn limit(form: &Form, key: &str) -> Result<Option<usize>, Reply> {
+    match form.get(key).filter(|text| !text.is_empty()).map(str::parse::<u32>) {
+        None | Some(Ok(0)) => Ok(None),
+        Some(Ok(limit)) => Ok(Some(usize::try_from(limit).unwrap_or(usize::MAX))),
+        Some(Err(_)) => {
+            let text = format!("{key}: expected a number from 0, which is no limit, to {}", u32::MAX);
+            Err(Reply::error(StatusCode::BAD_REQUEST, &text))
+        }
+    }
+}
+
 /// Returns the labels of an agent.
 fn labels(member: &Member) -> AgentLabels {
     AgentLabels { id: member.id.to_string(), name: member.name.to_string() }
@@ -282,4 +342,60 @@ fn of_agent(member: &Member, warnings: Vec<String>) -> impl Iterator<Item = Stri
 fn build() -> String {
     use process::version::{COMMIT, VERSION};
     serde_json::json!({ "version": VERSION, "revision": COMMIT, "application": "kas" }).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn form(pairs: &[(&str, &str)]) -> Form {
+        let mut form = Form::default();
+        pairs.iter().for_each(|(key, value)| form.add(key, (*value).to_owned()));
+        form
+    }
+
+    fn gaps(budget: &Arc<Budget>, room: &Arc<Room>) -> Gaps {
+        Gaps {
+            unanswered: Vec::new(),
+            answered: 1,
+            needs_all: false,
+            refusals: BTreeSet::new(),
+            budget: Arc::clone(budget),
+            room: Arc::clone(room),
+        }
+    }
+
+    #[test]
+    fn limits_are_read_as_prometheus_does() {
+        let of = |text: &str| limit(&form(&[("limit", text)]), "limit").map_err(|reply| reply.status());
+        assert_eq!((of("0"), of(""), of("7")), (Ok(None), Ok(None), Ok(Some(7))));
+        assert_eq!((of("-1"), of("x")), (Err(StatusCode::BAD_REQUEST), Err(StatusCode::BAD_REQUEST)));
+        assert!(matches!(limit(&form(&[]), "limit"), Ok(None)));
+    }
+
+    #[test]
+    fn used_up_memory_is_told_apart_from_gaps() {
+        let (budget, room) = (Budget::new("the answers", 10, None), Room::new(1));
+        assert!(gaps(&budget, &room).check().is_ok());
+        assert!(budget.take(11).is_err());
+        let reply = gaps(&budget, &room).check().unwrap_err();
+        assert_eq!(reply.status(), StatusCode::TOO_MANY_REQUESTS);
+        let list = br#"{"status":"success","data":["a","b"]}"#;
+        assert!(promql::lists::Texts::new(&room).add(list, |text| text).is_err());
+        let reply = gaps(&Budget::new("the answers", 10, None), &room).check().unwrap_err();
+        assert_eq!(reply.status(), StatusCode::UNPROCESSABLE_ENTITY);
+        assert!(reply.text().contains("more than 1 series"), "{}", reply.text());
+    }
+
+    #[test]
+    fn what_all_servers_refuse_is_refused() {
+        let (budget, room) = (Budget::new("the answers", 10, None), Room::new(1));
+        let member = Member { id: ids::AgentId::new(7).unwrap(), name: "a".into(), run_as: None, file: None };
+        let refused = |status| Gap { refused: Some(status), why: "no".to_owned() };
+        let mut gaps = gaps(&budget, &room);
+        gaps.add(&member, refused(StatusCode::BAD_REQUEST));
+        assert_eq!(gaps.check().unwrap_err().status(), StatusCode::BAD_REQUEST);
+        gaps.add(&member, Gap::new("late"));
+        assert_eq!(gaps.check().unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
+    }
 }

@@ -16,6 +16,7 @@ use cluster_call::{Budget, Cluster, ServiceRequest};
 use super::{
     form::{Form, Sent},
     reply::Reply,
+    times,
 };
 use crate::{
     agent_files::AgentFile,
@@ -24,6 +25,10 @@ use crate::{
 
 /// The name of the task in logs.
 pub(super) const TASK: &str = "fleet/prometheus";
+
+/// Why something about a whole server is not told.
+pub(super) const NOT_NARROWED: &str =
+    "kas.yaml of the agent narrows what may be asked of its Prometheus, and this cannot be narrowed";
 
 /// What a path of the API answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,8 +74,7 @@ pub(super) fn narrow(api: Api, form: &mut Form, scope: &Scope) -> Result<(), Rep
         Api::Series => form.change("match[]", |selector| scope.narrow_selector(selector)).map_err(refused)?,
         Api::Build => {}
         Api::Whole => {
-            let text = "kas.yaml of the agent narrows what may be asked of its Prometheus, and this cannot be narrowed";
-            return Err(Reply::error(StatusCode::FORBIDDEN, text));
+            return Err(Reply::error(StatusCode::FORBIDDEN, NOT_NARROWED));
         }
     }
     Ok(())
@@ -173,6 +177,11 @@ impl FleetService {
     ) -> Reply {
         let agent = authorized.agent;
         let Some(api) = api(path) else { return Reply::not_found(path) };
+        if path == "query_range"
+            && let Err(text) = times::range(&form)
+        {
+            return Reply::error(StatusCode::BAD_REQUEST, &text);
+        }
         let (actor, run_as) = (question.caller.actor(), impersonated(authorized.run_as));
         let server = match self.server_of(agent, &actor, run_as.as_ref()).await {
             Ok(server) => server,
@@ -184,7 +193,7 @@ impl FleetService {
             return reply;
         }
         let budget =
-            Budget::new("the answers to this question", self.settings.answer, Some(self.memory.clone()));
+            Budget::new("the answers to this question", self.settings.query, Some(self.memory.clone()));
         let cluster = self.cluster(CallSettings {
             agent,
             task: TASK,
@@ -192,12 +201,15 @@ impl FleetService {
             run_as,
             timeout: self.settings.timeout,
             max_body: self.settings.answer,
-            budget,
+            budget: Arc::clone(&budget),
         });
         let told = ask(&cluster, &server, path, &form).await;
         self.metrics.agents(usize::from(told.is_ok()), usize::from(told.is_err()));
         match told {
             Ok(Told { status, headers, body }) => Reply::as_it_is(status, headers, body),
+            Err(Untold { why, .. }) if budget.is_exhausted() => {
+                Reply::too_many(format!("agent {agent}: {why}"))
+            }
             Err(Untold { status, why }) => Reply::error(status, &format!("agent {agent}: {why}")),
         }
     }
