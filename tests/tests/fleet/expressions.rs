@@ -108,6 +108,40 @@ pub(crate) fn binary(rng: &mut StdRng) -> String {
     between(rng, by, &right)
 }
 
+/// Returns an operator between merged aggregations, or with a number, that has `on`, `ignoring` or `bool`. If
+/// labels do not match one to one, Prometheus refuses it.
+pub(crate) fn matching(rng: &mut StdRng) -> String {
+    const GROUPINGS: [&str; 5] =
+        ["", "by (job)", "by (pod)", "by (job, pod)", "without (agent, agent_name, pod)"];
+    let (left, right) = (one_of(rng, &GROUPINGS), one_of(rng, &GROUPINGS));
+    // Mostly the same on both sides, so that something matches.
+    let right = if rng.random_bool(0.6) { left } else { right };
+    let (left, right) = (aggregation(rng, left), aggregation(rng, right));
+    let arithmetic = one_of(rng, &["+", "-", "*", "/", "%"]);
+    let comparison = one_of(rng, &[">", "<", ">=", "<=", "!="]);
+    let on = one_of(
+        rng,
+        &[
+            "on ()",
+            "on (job)",
+            "on (pod)",
+            "on (job, pod)",
+            "ignoring (pod)",
+            "ignoring (job)",
+            "ignoring (x)",
+        ],
+    );
+    let number = rng.random_range(1..900);
+    match rng.random_range(0..8) {
+        0..3 => format!("{left} {arithmetic} {on} {right}"),
+        3 => format!("{left} {comparison} {on} {right}"),
+        4 => format!("{left} {comparison} bool {on} {right}"),
+        5 => format!("{left} {comparison} bool {right}"),
+        6 => format!("{left} {comparison} bool {number}"),
+        _ => format!("{number} {comparison} bool ({left} {arithmetic} {on} {right})"),
+    }
+}
+
 /// Returns one whose right operand fails at agent 4.
 pub(crate) fn failing(rng: &mut StdRng) -> String {
     let by = one_of(rng, &["", "by (job)"]);

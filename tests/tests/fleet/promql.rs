@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use testkit::endpoint::JANE;
 
 use crate::{
-    expressions::{MORE, binary, compare, failing, simple},
+    expressions::{MORE, binary, compare, failing, matching, simple},
     setup::{AT, Ask, Setup, ask},
 };
 
@@ -46,6 +46,31 @@ async fn check_all(
     Ok(())
 }
 
+/// Checks operators with `on`, `ignoring` and `bool`. What one Prometheus refuses, kas must refuse, too.
+async fn check_matching(setup: &Setup, count: usize) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(4);
+    let (mut with_series, mut refused) = (0, 0);
+    for n in 0..count {
+        let expression = matching(&mut rng).replace(MORE, "");
+        let (path, times) = if n % 2 == 0 { ("query_range", &RANGE[..]) } else { ("query", &[AT][..]) };
+        let form = [&[("query", &*expression)], times].concat();
+        let (kas, one) = tokio::try_join!(setup.many("all", path, &form), setup.all.ask(path, &form))?;
+        if one.0 != 200 {
+            let (ours, theirs) = (kas.1["error"].to_string(), one.1["error"].to_string());
+            let is_same = ["found duplicate series", "multiple matches for labels"]
+                .into_iter()
+                .any(|text| ours.contains(text) && theirs.contains(text));
+            ensure!(kas.0 == 422 && one.0 == 422 && is_same, "{expression}\n{kas:?}\n{one:?}");
+            refused += 1;
+            continue;
+        }
+        ensure!(kas.0 == 200 && kas.1["warnings"].is_null(), "{expression}\n{kas:?}");
+        with_series += usize::from(compare(&kas.1, &one.1).with_context(|| expression.clone())? > 0);
+    }
+    ensure!(with_series > count / 3 && refused > count / 20, "{with_series} results, {refused} refusals");
+    Ok(())
+}
+
 #[tokio::test]
 async fn many_servers_answer_as_one() -> Result<()> {
     let setup = Setup::start().await?;
@@ -53,8 +78,10 @@ async fn many_servers_answer_as_one() -> Result<()> {
     lists(&setup).await?;
     check_all(&setup, 1, 200, "", simple).await?;
     check_all(&setup, 2, 200, "", binary).await?;
+    check_matching(&setup, 200).await?;
     // Agent 4 fails only in the right operand, and is left out on both sides.
     check_all(&setup, 3, 40, "agent!=\"4\"", failing).await?;
+    parameters(&setup).await?;
     selectors_and_refusals(&setup).await?;
     narrowed(&setup).await?;
     audited(&setup)?;
@@ -103,6 +130,10 @@ async fn lists(setup: &Setup) -> Result<()> {
         ("label/agent/values", None),
         ("label/agent_name/values", None),
         ("label/exported_agent/values", None),
+        ("label/agent/values", Some(("match[]", "load{pod=\"c\"}"))),
+        ("label/agent/values", Some(("match[]", "matrix"))),
+        ("label/agent_name/values", Some(("match[]", "{pod=\"c\",agent!=\"3\"}"))),
+        ("label/agent/values", Some(("match[]", "{agent=~\"1|2\"}"))),
         ("label/pod/values", Some(("match[]", "load{agent=\"2\"}"))),
         ("label/__name__/values", Some(("match[]", "{agent=~\"1|2\"}"))),
     ] {
@@ -135,6 +166,51 @@ async fn lists(setup: &Setup) -> Result<()> {
     Ok(())
 }
 
+/// Parameters beside the question itself.
+async fn parameters(setup: &Setup) -> Result<()> {
+    let truncated = |answer: &Value| {
+        answer["warnings"][0].as_str().is_some_and(|it| it.contains("truncated due to limit"))
+    };
+    for (path, form, count) in [
+        ("query", vec![("query", "load"), AT, ("limit", "5")], 5),
+        ("query_range", [&[("query", "sum by (pod) (load)"), ("limit", "2")], &RANGE[..]].concat(), 2),
+    ] {
+        let (status, answer) = setup.many("all", path, &form).await?;
+        let found = answer["data"]["result"].as_array().map_or(0, Vec::len);
+        ensure!(status == 200 && found == count && truncated(&answer), "{path}: {answer}");
+    }
+    for (path, more, count) in [
+        ("series", Some(("match[]", "load")), 3),
+        ("labels", None, 3),
+        ("label/pod/values", None, 2),
+        ("label/agent/values", None, 3),
+    ] {
+        let limit = count.to_string();
+        let times = [("start", "1700000000"), ("end", "1700002000"), ("limit", &*limit)];
+        let form: Vec<(&str, &str)> = times.into_iter().chain(more).collect();
+        let (status, answer) = setup.many("all", path, &form).await?;
+        let found = answer["data"].as_array().map_or(0, Vec::len);
+        ensure!(status == 200 && found == count && truncated(&answer), "{path}: {answer}");
+    }
+    let form = [("query", "sum by (job) (load)"), AT, ("lookback_delta", "1m"), ("timeout", "9s")];
+    let (kas, all) = tokio::try_join!(setup.many("all", "query", &form), setup.all.ask("query", &form))?;
+    ensure!(compare(&kas.1, &all.1)? > 0, "{kas:?}");
+    // Wrong ones are refused by the servers, or by kas.
+    for wrong in [("timeout", "x"), ("limit", "x")] {
+        let (status, said) = setup.many("all", "query", &[("query", "up"), AT, wrong]).await?;
+        ensure!(status == 400 && said["status"] == "error", "{wrong:?}: {status} {said}");
+    }
+    // Ranges of one agent have the same limits as those of all.
+    for (times, part) in [
+        ([("start", "1"), ("end", "100000"), ("step", "1")], "points"),
+        ([("start", "1"), ("end", "10000000"), ("step", "3600")], "days"),
+    ] {
+        let (status, said) = setup.one(2, "query_range", &[&[("query", "up")], &times[..]].concat()).await?;
+        ensure!(status == 400 && said["error"].as_str().is_some_and(|it| it.contains(part)), "{said}");
+    }
+    Ok(())
+}
+
 async fn selectors_and_refusals(setup: &Setup) -> Result<()> {
     for (selector, count) in [
         ("env=prod", 2),
@@ -153,6 +229,7 @@ async fn selectors_and_refusals(setup: &Setup) -> Result<()> {
         ("histogram_quantile(0.9, sum by (le) (latency_bucket))", 422, "by (agent, …)"),
         ("sum(", 400, "invalid expression"),
         ("rate(up[5m]) * on (job) up", 422, "on (agent, …)"),
+        ("sum(up) * on () group_left () sum(load)", 422, "group_left"),
     ] {
         let (status, said) = setup.many("all", "query", &[("query", query), AT]).await?;
         let error = said["error"].as_str().unwrap_or_default();
@@ -188,6 +265,15 @@ async fn narrowed(setup: &Setup) -> Result<()> {
     .await?;
     let (status, said) = setup.one(3, "metadata", &[]).await?;
     ensure!(status == 403, "{status} {said}");
+    for (path, code) in [("metadata", 403), ("rules", 403), ("alerts", 403)] {
+        let (status, said) = setup.many("all", path, &[]).await?;
+        let error = said["error"].as_str().unwrap_or_default();
+        ensure!(status == code && error.contains("agent 3 (agent-3)"), "{path}: {status} {said}");
+    }
+    let (status, said) = setup.many("id=1%7C2", "rules", &[]).await?;
+    ensure!(status == 404, "{status} {said}");
+    let (status, said) = setup.one(3, "query", &[("query", "info(load)"), AT]).await?;
+    ensure!(status == 422 && said.to_string().contains("target_info"), "{status} {said}");
     let (_, values) = setup.one(3, "label/job/values", &[]).await?;
     ensure!(values["data"] == json!(["web"]), "{values}");
     let (_, all) = setup.many("id=3", "query", &[("query", "count by (job) (load)"), AT]).await?;
