@@ -60,6 +60,7 @@ function takeOverview(overview) {
   for (const name of state.rates.keys()) if (!names.has(name)) state.rates.delete(name);
   state.overview = overview;
   showOverview();
+  showTreeLink();
 }
 
 function takeEvents(events) {
@@ -370,13 +371,18 @@ function takeLong(long) {
 
 // An agent.
 
+/** Links to the tree of the agent's cluster, if kas says where that is. */
+function showTreeLink() {
+  const clusters = state.overview?.clusters ?? null;
+  const agent = agentOfPage();
+  $("clusters").hidden = clusters === null || agent === null;
+  // Its scheme is http or https: the configuration has nothing else.
+  if (clusters !== null) $("clusters").firstElementChild.href = `${clusters}#agent-${agent}`;
+}
+
 function showWhy() {
   const why = state.why;
   const id = agentOfPage();
-  const clusters = state.overview?.clusters ?? null;
-  $("clusters").hidden = clusters === null;
-  // Its scheme is http or https: the configuration has nothing else.
-  if (clusters !== null) $("clusters").firstElementChild.href = `${clusters}#agent-${id}`;
   if (!why || why.agent !== id) {
     say($("verdict"), "Asking every replica…");
     show($("route"));
@@ -493,6 +499,7 @@ function go() {
   document.title = agent === null ? "kas" : `Agent ${agent} – kas`;
   if (agent !== null) {
     showWhy();
+    showTreeLink();
     showCluster();
     $("agent-title").focus({ preventScroll: true });
     scrollTo(0, 0);
