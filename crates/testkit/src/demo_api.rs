@@ -40,6 +40,7 @@ use tokio::{
     time::{Instant, MissedTickBehavior, interval},
 };
 
+pub(crate) use self::query::decoded_pairs;
 use self::{
     answer::{Body, Problem, object, respond, text},
     query::{Query, is_true, number, parse_query},

@@ -14,6 +14,7 @@
 //!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
 //!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
+//!   [`demo_api`], [`demo_prometheus`]: what the quickstarts show in place of a cluster and its metrics.
 //!   [`issuer`]: an issuer of OpenID Connect. [`gitaly`]: GitLab's server of repositories, real and small.
 
 pub mod agent14;
@@ -24,6 +25,7 @@ pub mod caller;
 pub mod certificates;
 pub mod conformance;
 pub mod demo_api;
+pub mod demo_prometheus;
 pub mod endpoint;
 pub mod gitaly;
 pub mod gitlab;

@@ -1,6 +1,7 @@
 //! The program `testkit`: servers of the tests, for `cargo xtask test` and `cargo xtask quickstart`.
 
 use std::{
+    fs,
     io::{self, Read as _, Write as _},
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -21,8 +22,18 @@ enum Command {
         #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
         listen: SocketAddr,
     },
+    /// Play recorded metrics to questions in PromQL until standard input ends, and print each webhook
+    DemoPrometheus {
+        /// Address to listen on; with port 0 a free port is chosen
+        #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
+        listen: SocketAddr,
+    },
     /// Run a real Kubernetes API server until standard input ends, and print the path of a kubeconfig
-    Kubernetes,
+    Kubernetes {
+        /// JSON file with a List of objects that are created before
+        #[arg(long, value_name = "FILE")]
+        objects: Option<PathBuf>,
+    },
     /// Write a certificate for 127.0.0.1, its key and its CA into a folder: cert.pem, key.pem, ca.pem
     Certificates {
         /// The folder, which must exist
@@ -40,7 +51,8 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::DemoApi { listen } => demo_api(listen),
-        Command::Kubernetes => kubernetes_server(),
+        Command::DemoPrometheus { listen } => demo_prometheus(listen),
+        Command::Kubernetes { objects } => kubernetes_server(objects.as_deref()),
         Command::Certificates { folder } => certificates(&folder),
         Command::KubernetesBinaries => kubernetes_binaries(),
         Command::Gitaly => gitaly(),
@@ -58,9 +70,22 @@ fn main() -> ExitCode {
 
 /// Prints the path of the kubeconfig of an administrator, as the only line on standard output, once the
 /// server is ready.
-fn kubernetes_server() -> Result<()> {
+fn kubernetes_server(objects: Option<&Path>) -> Result<()> {
+    let list: Option<serde_json::Value> = match objects {
+        None => None,
+        Some(file) => {
+            let read = || anyhow::Ok(serde_json::from_slice(&fs::read(file)?)?);
+            Some(read().with_context(|| format!("cannot read the objects of {}", file.display()))?)
+        }
+    };
     let runtime = tokio::runtime::Runtime::new()?;
-    let kubernetes = runtime.block_on(kubernetes::Kubernetes::start())?;
+    let kubernetes = runtime.block_on(async {
+        let kubernetes = kubernetes::Kubernetes::start().await?;
+        if let Some(list) = &list {
+            kubernetes.create_list(list).await?;
+        }
+        anyhow::Ok(kubernetes)
+    })?;
     let mut stdout = io::stdout();
     writeln!(stdout, "{}", kubernetes.admin_kubeconfig().display())?;
     stdout.flush()?;
@@ -109,6 +134,30 @@ fn demo_api(listen: SocketAddr) -> Result<()> {
         anyhow::Ok(api)
     })?;
     // The quickstart has the other end. When it has exited for any reason, the demo is no longer needed.
+    io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+/// Prints the address as the first line on standard output, once it is served, then each webhook as a line of
+/// JSON.
+fn demo_prometheus(listen: SocketAddr) -> Result<()> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let mut demo = runtime.block_on(testkit::demo_prometheus::DemoPrometheus::start(listen))?;
+    let print = |line: &str| {
+        let mut stdout = io::stdout();
+        writeln!(stdout, "{line}").and_then(|()| stdout.flush())
+    };
+    print(&demo.address().to_string())?;
+    runtime.spawn(async move {
+        while let Some(hook) = demo.hook().await {
+            // Nobody reads any more: the quickstart ends, and then standard input, too.
+            let Ok(line) = serde_json::to_string(&hook) else { continue };
+            if print(&line).is_err() {
+                return;
+            }
+        }
+    });
+    // As above: the quickstart has the other end.
     io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }

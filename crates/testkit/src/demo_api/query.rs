@@ -22,15 +22,22 @@ pub(super) fn number(query: &Query, name: &str) -> Result<Option<u64>, Problem> 
 /// Reads a query; of a repeated key the first value counts, as it does for a cluster.
 pub(super) fn parse_query(query: &str) -> Result<Query, Problem> {
     let mut read = Query::new();
-    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-        let decode = |text| {
-            percent_decoded(text).ok_or_else(|| Problem::bad("the query is not percent-encoded UTF-8"))
-        };
-        let (key, value) = (decode(key)?, decode(value)?);
+    let pairs = decoded_pairs(query);
+    for (key, value) in pairs.ok_or_else(|| Problem::bad("the query is not percent-encoded UTF-8"))? {
         read.entry(key).or_insert(value);
     }
     Ok(read)
+}
+
+/// Reads a query or a form. `None`: it is not percent-encoded UTF-8.
+pub(crate) fn decoded_pairs(query: &str) -> Option<Vec<(String, String)>> {
+    let pairs = query.split('&').filter(|pair| !pair.is_empty());
+    pairs
+        .map(|pair| {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            Some((percent_decoded(key)?, percent_decoded(value)?))
+        })
+        .collect()
 }
 
 fn percent_decoded(text: &str) -> Option<String> {

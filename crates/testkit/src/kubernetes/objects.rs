@@ -65,6 +65,38 @@ impl Kubernetes {
         Ok(())
     }
 
+    /// Creates the objects of a `List`, one after another, with their status if there is one.
+    ///
+    /// Returns only when each service account that a role is bound to may list pods in the role's namespace:
+    /// rules take effect after a moment. So each of these roles must allow it.
+    ///
+    /// # Errors
+    ///
+    /// When something is no object, exists already, or is refused by the API server.
+    pub async fn create_list(&self, list: &Value) -> Result<()> {
+        let connection = self.client.connect().await?;
+        let items = list["items"].as_array().context("there is no list of objects")?;
+        let mut bound = Vec::new();
+        for item in items {
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+            let (kind, name) = (text(&item["kind"]), text(&item["metadata"]["name"]));
+            let path = collection(item).with_context(|| format!("{kind} {name}"))?;
+            let created = match item.get("status") {
+                None => connection.create(&path, item).await.map(|_| ()),
+                Some(status) => connection.create_with_status(&path, item, status.clone()).await,
+            };
+            created.with_context(|| format!("cannot create {kind} {name}"))?;
+            if kind == "RoleBinding" {
+                let subjects = item["subjects"].as_array().into_iter().flatten();
+                bound.extend(subjects.map(|subject| (text(&subject["namespace"]), text(&subject["name"]))));
+            }
+        }
+        for (namespace, name) in bound {
+            connection.wait_until_may_list_pods(&namespace, &name).await?;
+        }
+        Ok(())
+    }
+
     /// Creates a service account with the access named, and returns a token of it that is valid for a day.
     ///
     /// Returns only when the API server grants the access: its rules take effect after a moment.
@@ -208,4 +240,40 @@ fn noise(seed: usize, bytes: usize) -> String {
             char::from(ALPHABET[(state >> 58) as usize])
         })
         .collect()
+}
+
+/// Returns the path of the collection that an object belongs to.
+fn collection(object: &Value) -> Result<String> {
+    let version = object["apiVersion"].as_str().context("it has no apiVersion")?;
+    let kind = object["kind"].as_str().context("it has no kind")?.to_lowercase();
+    // These are all kinds that a demonstration needs; others would be found by discovery.
+    let plural = if kind.ends_with('s') { kind } else { format!("{kind}s") };
+    let root = if version.contains('/') { "/apis" } else { "/api" };
+    Ok(match object["metadata"]["namespace"].as_str() {
+        None => format!("{root}/{version}/{plural}"),
+        Some(namespace) => format!("{root}/{version}/namespaces/{namespace}/{plural}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_belong_to_collections() {
+        for (object, path) in [
+            (json!({ "apiVersion": "v1", "kind": "Namespace" }), "/api/v1/namespaces"),
+            (
+                json!({ "apiVersion": "v1", "kind": "Endpoints", "metadata": { "namespace": "a" } }),
+                "/api/v1/namespaces/a/endpoints",
+            ),
+            (
+                json!({ "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "namespace": "a" } }),
+                "/apis/apps/v1/namespaces/a/deployments",
+            ),
+        ] {
+            assert_eq!(collection(&object).unwrap(), path);
+        }
+        assert!(collection(&json!({ "kind": "Pod" })).is_err());
+    }
 }
