@@ -113,6 +113,49 @@ fn a_missing_redis_server_is_reported_in_one_line() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_missing_api_server_is_reported_in_one_line() -> Result<()> {
+    for show in ["--fleet", "--gitops"] {
+        let temporary = tempfile::tempdir()?;
+        let output = quickstart(temporary.path(), &[show, "--once"])?
+            .env("PATH", temporary.path())
+            .env_remove("KUBEBUILDER_ASSETS")
+            .output()?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains("there is no kube-apiserver: install Go"), "{show}: {error}");
+        assert_eq!(error.trim().lines().count(), 1, "{show}: {error}");
+        assert!(is_empty(&temporary)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_fleet_has_a_live_view_answers_to_promql_and_gets_its_webhooks() -> Result<()> {
+    let temporary = tempfile::tempdir()?;
+    let shown = stdout(&quickstart(temporary.path(), &["--fleet", "--once"])?.output()?)?;
+    for expected in [
+        "team-01 to team-20, ids 1 to 20",
+        "20 rows of 20 agents",
+        "403: agent 7 may not see the namespace of agent 8",
+        "team-03   visitor-a",
+        "team-18   visitor-c",
+        "kasctl promql all 'sum(rate(kas_kubernetes_requests_total[5m]))'",
+        "the first is the sum of the twenty values",
+        "kas-mailbox-copies: 2",
+        "to the Service team-07/receiver, attempt 1",
+        "the ConfigMap team-07/app, example.com/webhook",
+        "nothing waits, and there is no dead letter",
+        "20 stopped",
+    ] {
+        assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
+    }
+    assert!(!shown.contains("problem"), "{shown}");
+    assert!(!shown.contains(['\u{1b}', '\r']), "{shown}");
+    assert!(is_empty(&temporary)?, "the folder is removed");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn with_a_kubeconfig_the_pods_of_a_real_api_server_are_listed() -> Result<()> {
     let kubernetes = Kubernetes::start().await?;

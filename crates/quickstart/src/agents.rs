@@ -84,9 +84,14 @@ pub(super) fn token_file(dir: &Path, id: &str) -> PathBuf {
     dir.join(format!("agent-{id}.token"))
 }
 
-/// Creates a token for each agent, and the file that lists the agents for kas.
-pub(super) async fn make_identities(kasctl: &Kasctl, dir: &Path) -> Result<()> {
-    for (id, name) in AGENTS {
+/// Creates a token for each agent, given by id and name, and the file that lists the agents for kas.
+pub(super) async fn make_identities<S: AsRef<str>>(
+    kasctl: &Kasctl,
+    dir: &Path,
+    agents: impl IntoIterator<Item = (S, S)>,
+) -> Result<()> {
+    for (id, name) in agents {
+        let (id, name) = (id.as_ref(), name.as_ref());
         let mut command = kasctl.bare();
         command
             .args(["token", "agent", "--id", id, "--name", name, "--project", PROJECT])

@@ -1,7 +1,7 @@
 //! `cargo xtask quickstart --gitops`: from a commit to an object in the cluster of an agent.
 
 use std::{
-    env, fs,
+    fs,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -14,18 +14,14 @@ use devkit::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
-use tokio::{
-    io::{AsyncBufReadExt as _, BufReader},
-    process::Command,
-    time::{Instant, sleep, timeout},
-};
+use tokio::time::{Instant, sleep};
 
 use super::{
     Processes, QuickstartArgs, READY_WITHIN,
     agents::{AGENTS, make_identities, token_file},
     deployment::Deployment,
     kasctl::Kasctl,
-    kubectl,
+    kubectl, kubernetes,
     replicas::{self, MANIFESTS, ReplicaSetup},
     report::Report,
     service::{Service, child_command},
@@ -36,8 +32,6 @@ use super::{
 const WITHIN: Duration = Duration::from_secs(60);
 /// The time between two looks at the cluster.
 const LOOK: Duration = Duration::from_millis(30);
-/// How long etcd and the API server may take to become ready, once they are built.
-const SERVER_WITHIN: Duration = Duration::from_secs(180);
 /// The objects of the commit during which a replica is killed.
 const MANY: usize = 400;
 /// After this many of them, the replica is killed.
@@ -177,7 +171,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let style = report.style();
     line(style.bold("kas quickstart: from a commit to an object in a cluster behind a tunnel"));
     line("kas reads a bare repository and applies it through agentk to a real Kubernetes API server.\n");
-    check_server()?;
+    kubernetes::check()?;
 
     let mut step = report.step("Build kas, agentk and kasctl (takes minutes the first time)");
     step.make_room();
@@ -192,7 +186,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let dir = processes.dir.insert(dir).path().to_owned();
 
     let mut step = report.step("Start kube-apiserver and etcd");
-    let kubeconfig = start_server(&programs, &dir, processes).await?;
+    let kubeconfig = kubernetes::start(&programs, &dir, None, processes).await?;
     step.took();
     step.fact("cluster", "an API server without controllers and nodes");
 
@@ -201,7 +195,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let setup =
         ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?.with_manifests(&repository.bare);
     let kasctl = Kasctl::new(programs.path("kasctl")?, &setup.api_secret(), 0);
-    make_identities(&kasctl, &dir).await?;
+    make_identities(&kasctl, &dir, AGENTS).await?;
     kubectl::make_certificates(&programs, &dir).await?;
     kubectl::make_user(&kasctl, &dir).await?;
     let folder = dir.join("config/agents").join(AGENT.1);
@@ -313,38 +307,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
             AGENT.0,
         ));
     }
-    Ok(Shown { deployment, style, problems })
-}
-
-/// Says at once how to get an API server, instead of after the build.
-fn check_server() -> Result<()> {
-    let is_set = env::var_os("KUBEBUILDER_ASSETS").is_some_and(|folder| !folder.is_empty());
-    if is_set || find_program("go").is_some() || find_program("kube-apiserver").is_some() {
-        return Ok(());
-    }
-    bail!(
-        "there is no kube-apiserver: install Go (it is then built once), or set KUBEBUILDER_ASSETS to a folder with \
-         kube-apiserver and etcd, as 'setup-envtest use -p path' prints it"
-    )
-}
-
-/// Starts the API server, and returns a kubeconfig.
-async fn start_server(programs: &Programs, dir: &Path, processes: &mut Processes) -> Result<PathBuf> {
-    let mut command: Command = child_command(programs.path("testkit")?);
-    // It exits when this pipe is closed, which is when this process exits.
-    command.arg("kubernetes").stdin(Stdio::piped());
-    let (service, stdout) =
-        Service::start_with_output("kube-apiserver", command, dir.join("kubernetes.log"))?;
-    let service = processes.demo.insert(service);
-    let mut path = String::new();
-    let mut stdout = BufReader::new(stdout);
-    // Building it for the first time takes minutes.
-    let within = if env::var_os("KUBEBUILDER_ASSETS").is_some() { SERVER_WITHIN } else { 10 * SERVER_WITHIN };
-    match timeout(within, stdout.read_line(&mut path)).await {
-        Err(_) => Err(service.explain(&format!("is not ready after {within:?}"))),
-        Ok(Ok(length)) if length > 0 => Ok(path.trim().into()),
-        Ok(_) => Err(service.ended().await),
-    }
+    Ok(Shown { deployment, style, problems, teams: None })
 }
 
 /// Starts agentk, which connects to two of the replicas.

@@ -64,16 +64,21 @@ impl Kasctl {
         output(self.call(arguments)).await
     }
 
-    async fn json<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T> {
-        let output = self.call(arguments).args(["-o", "json"]).output().await.context("cannot run kasctl")?;
-        // Exit code 6: the list is printed, and lacks the answer of some replica.
+    /// Like [`answer`](Self::answer), also if the answer lacks a part.
+    pub(super) async fn partial(&self, arguments: &[&str]) -> Result<String> {
+        let output = self.call(arguments).output().await.context("cannot run kasctl")?;
+        // Exit code 6: the list is printed, and lacks the answer of some replica or agent.
         ensure!(
             output.status.success() || output.status.code() == Some(6),
             "{}",
             String::from_utf8_lossy(&output.stderr).trim()
         );
-        serde_json::from_slice(&output.stdout)
-            .with_context(|| format!("kasctl {} printed no list", arguments[0]))
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    async fn json<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T> {
+        let text = self.partial(&[arguments, &["-o", "json"]].concat()).await?;
+        serde_json::from_str(&text).with_context(|| format!("kasctl {} printed no list", arguments[0]))
     }
 
     pub(super) async fn replicas(&self) -> Result<Vec<ReplicaRow>> {

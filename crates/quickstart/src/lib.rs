@@ -6,9 +6,12 @@
 mod agents;
 mod balancer;
 mod deployment;
+mod fleet;
 mod gitops;
+mod http;
 mod kasctl;
 mod kubectl;
+mod kubernetes;
 mod outage;
 mod processes;
 mod redis;
@@ -16,6 +19,7 @@ mod replicas;
 mod report;
 mod service;
 mod steps;
+mod teams;
 mod traffic;
 
 use std::{path::PathBuf, pin::pin, process::ExitCode, time::Duration};
@@ -33,11 +37,19 @@ Examples:
   cargo xtask quickstart --once                        exit afterwards; fails if a check failed
   cargo xtask quickstart --tracker redis               with a shared Redis instead of gossip
   cargo xtask quickstart --gitops                      from a commit to an object in a real API server
+  cargo xtask quickstart --fleet                       twenty agents: a live view, PromQL, a webhook
 
 Starts three replicas of kas and four agentk processes, kills one replica while requests run, and prints how \
 long each part took to recover. Runs kubectl through kas if it is in PATH; with --kubeconfig, also kubectl exec (of \
 hostname) and port-forward, in the first pod that permits it. Listens only on free ports of 127.0.0.1, writes only to a temporary folder, and \
-removes that folder at the end.";
+removes that folder at the end.
+
+--fleet starts a real kube-apiserver (from KUBEBUILDER_ASSETS, or built once by Go) with twenty namespaces, three \
+replicas and twenty agentk processes. Each agentk impersonates a service account that sees its own namespace only. It \
+shows pods that come and go in one view, asks all agents by PromQL, and sends a webhook to an agent that is away while \
+a replica is killed. The metrics are a recording. An API server proxies to no loopback address, so the server of \
+that recording, which also takes the webhook, listens on another address of this machine, and answers this machine \
+only.";
 
 /// Arguments of `quickstart`.
 #[derive(Debug, Args)]
@@ -56,6 +68,10 @@ pub struct QuickstartArgs {
     /// a real kube-apiserver from KUBEBUILDER_ASSETS, or built by Go
     #[arg(long, conflicts_with = "kubeconfig")]
     gitops: bool,
+    /// Show a fleet instead: twenty agents, each with a namespace of a real kube-apiserver, in a live view,
+    /// asked by PromQL, and with a webhook that comes while its agent is away
+    #[arg(long, conflicts_with_all = ["kubeconfig", "gitops"])]
+    fleet: bool,
     /// Build with optimizations: the build takes longer, and the programs are as fast as a release
     #[arg(long)]
     release: bool,
@@ -124,9 +140,10 @@ pub fn run(args: QuickstartArgs) -> Result<ExitCode> {
         let mut processes = Processes::default();
         let shown = {
             let mut show = pin!(async {
-                match args.gitops {
-                    true => Box::pin(gitops::show(&args, &mut processes)).await,
-                    false => steps::show(&args, &mut processes).await,
+                match (args.gitops, args.fleet) {
+                    (true, _) => Box::pin(gitops::show(&args, &mut processes)).await,
+                    (_, true) => Box::pin(fleet::show(&args, &mut processes)).await,
+                    _ => steps::show(&args, &mut processes).await,
                 }
             });
             tokio::select! {

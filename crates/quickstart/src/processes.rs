@@ -18,30 +18,35 @@ pub(super) struct Processes {
     pub(super) dir: Option<TempDir>,
     pub(super) demo: Option<Service>,
     pub(super) redis: Option<Service>,
+    /// What serves recorded metrics.
+    pub(super) recorded: Option<Service>,
     pub(super) replicas: Vec<Replica>,
     pub(super) balancer: Balancer,
     pub(super) agents: Vec<Service>,
+    /// Whether agents that end are started again, so that their end is no error.
+    pub(super) agents_may_end: bool,
 }
 
-/// Waits until a process exits unexpectedly. If it is a replica, returns its index too.
+/// Which process has exited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The replica with this index.
+    Replica(usize),
+    /// The agent with this index.
+    Agent(usize),
+    Other,
+}
+
+/// Waits until one of these processes exits unexpectedly.
 ///
 /// # Cancel safety
 /// Cancel safe.
-async fn ended(
-    replicas: &mut [Replica],
-    agents: &mut [Service],
-    demo: &mut Option<Service>,
-    redis: &mut Option<Service>,
-) -> (Option<usize>, anyhow::Error) {
-    type Ended<'a> = Pin<Box<dyn Future<Output = (Option<usize>, anyhow::Error)> + 'a>>;
-    async fn one(replica: Option<usize>, service: &mut Service) -> (Option<usize>, anyhow::Error) {
-        (replica, service.ended().await)
+async fn first<'a>(services: impl Iterator<Item = (Ended, &'a mut Service)>) -> (Ended, anyhow::Error) {
+    type Ends<'a> = Pin<Box<dyn Future<Output = (Ended, anyhow::Error)> + 'a>>;
+    fn end<'a>((which, service): (Ended, &'a mut Service)) -> Ends<'a> {
+        Box::pin(async move { (which, service.ended().await) })
     }
-    let replicas = replicas.iter_mut().enumerate();
-    let replicas = replicas.filter_map(|(index, replica)| Some((Some(index), replica.service.as_mut()?)));
-    let others = agents.iter_mut().chain(demo).chain(redis).map(|service| (None, service));
-    let mut all: Vec<Ended<'_>> =
-        replicas.chain(others).map(|(index, service)| Box::pin(one(index, service)) as Ended<'_>).collect();
+    let mut all: Vec<Ends<'a>> = services.map(end).collect();
     poll_fn(|context| {
         let mut ready = all.iter_mut().filter_map(|ended| match ended.as_mut().poll(context) {
             Poll::Ready(ended) => Some(ended),
@@ -53,9 +58,15 @@ async fn ended(
 }
 
 impl Processes {
-    /// Waits until a process exits unexpectedly. If it is a replica, returns its index too.
-    pub(super) async fn ended(&mut self) -> (Option<usize>, anyhow::Error) {
-        ended(&mut self.replicas, &mut self.agents, &mut self.demo, &mut self.redis).await
+    /// Waits until a process exits unexpectedly.
+    pub(super) async fn ended(&mut self) -> (Ended, anyhow::Error) {
+        let replicas = self.replicas.iter_mut().enumerate();
+        let replicas =
+            replicas.filter_map(|(index, replica)| Some((Ended::Replica(index), replica.service.as_mut()?)));
+        let agents = self.agents.iter_mut().enumerate();
+        let agents = agents.map(|(index, agent)| (Ended::Agent(index), agent));
+        let others = self.demo.iter_mut().chain(&mut self.redis).chain(&mut self.recorded);
+        first(replicas.chain(agents).chain(others.map(|service| (Ended::Other, service)))).await
     }
 
     /// Runs `work`; fails when a process exits meanwhile.
@@ -76,14 +87,23 @@ impl Processes {
         .await
     }
 
-    /// Runs `work`; fails when a process other than a replica exits meanwhile.
+    /// Waits until a process exits unexpectedly, other than a replica, or an agent that is started again.
+    async fn ended_but_replicas(&mut self) -> anyhow::Error {
+        let agents = self.agents.iter_mut().filter(|_| !self.agents_may_end);
+        let all = agents.chain(&mut self.demo).chain(&mut self.redis).chain(&mut self.recorded);
+        let (_, error) = first(all.map(|service| (Ended::Other, service))).await;
+        error
+    }
+
+    /// Runs `work`; fails when a process other than a replica exits meanwhile. Agents that are started again
+    /// may exit, too.
     pub(super) async fn guard_all_but_replicas<T>(
         &mut self,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         tokio::select! {
             biased;
-            (_, error) = ended(&mut [], &mut self.agents, &mut self.demo, &mut self.redis) => Err(error),
+            error = self.ended_but_replicas() => Err(error),
             done = work => done,
         }
     }
@@ -95,9 +115,15 @@ impl Processes {
         let replicas: Vec<Service> = self.replicas.drain(..).filter_map(|replica| replica.service).collect();
         let demo: Vec<Service> = self.demo.take().into_iter().collect();
         let redis: Vec<Service> = self.redis.take().into_iter().collect();
+        let recorded: Vec<Service> = self.recorded.take().into_iter().collect();
         let mut has_title = false;
-        for (name, services) in [("agentk", agents), ("kas", replicas), ("Redis", redis), ("demo API", demo)]
-        {
+        for (name, services) in [
+            ("agentk", agents),
+            ("kas", replicas),
+            ("Redis", redis),
+            ("demo API", demo),
+            ("recording", recorded),
+        ] {
             if services.is_empty() {
                 continue;
             }

@@ -12,13 +12,12 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::{TcpSocket, TcpStream},
+    net::TcpSocket,
     time::{Instant, sleep, timeout},
 };
 
 use super::{
-    POLL, READY_WITHIN, Tracker,
+    POLL, READY_WITHIN, Tracker, http,
     kasctl::Kasctl,
     kubectl::USER,
     redis,
@@ -33,6 +32,9 @@ pub(super) const MANIFESTS: &str = "demo/manifests";
 /// Its number, which is in the name of the inventory.
 const MANIFESTS_ID: u32 = 42;
 
+/// The folder with the secrets of webhooks, in that of the demonstration.
+pub(super) const HOOK_SECRETS: &str = "hook-secrets";
+
 /// Names of the replicas in the output.
 pub(super) const NAMES: [&str; 3] = ["kas 1", "kas 2", "kas 3"];
 
@@ -46,14 +48,16 @@ pub(super) struct Ports {
     pub(super) private: u16,
     /// For kubectl.
     pub(super) kubernetes: u16,
+    /// For webhooks, in the demonstration of a fleet.
+    pub(super) hooks: u16,
 }
 
 impl Ports {
     /// Finds free ports.
     fn find() -> Result<Self> {
-        let [agent, api, observability, private, kubernetes] =
+        let [agent, api, observability, private, kubernetes, hooks] =
             ports::free().context("127.0.0.1 has no free port")?;
-        Ok(Self { agent, api, observability, private, kubernetes })
+        Ok(Self { agent, api, observability, private, kubernetes, hooks })
     }
 
     /// Reserves the ports, so that they are still free when a killed replica is restarted.
@@ -70,7 +74,7 @@ impl Ports {
             socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
             Ok(socket)
         };
-        let all = [self.agent, self.api, self.observability, self.private, self.kubernetes];
+        let all = [self.agent, self.api, self.observability, self.private, self.kubernetes, self.hooks];
         all.map(reserve).into_iter().collect()
     }
 
@@ -88,12 +92,15 @@ pub(super) struct ReplicaSetup {
     pub(super) tracker: Tracker,
     /// The repository of manifests; `None`: there is none.
     manifests: Option<PathBuf>,
+    /// Whether there are webhooks, and numbers of objects on the status page.
+    is_fleet: bool,
 }
 
 impl ReplicaSetup {
     /// Creates the secrets. `dir` is the folder that will contain `agents.yaml`.
     pub(super) fn make(program: &Path, dir: &Path, tracker: Tracker) -> Result<Self> {
-        let shared = Self { program: program.to_owned(), dir: dir.to_owned(), tracker, manifests: None };
+        let (program, dir) = (program.to_owned(), dir.to_owned());
+        let shared = Self { program, dir, tracker, manifests: None, is_fleet: false };
         for path in [shared.api_secret(), shared.private_secret()] {
             make_secret(&path).with_context(|| format!("cannot create the secret {}", path.display()))?;
         }
@@ -104,6 +111,12 @@ impl ReplicaSetup {
     /// bare repository.
     pub(super) fn with_manifests(self, repository: &Path) -> Self {
         Self { manifests: Some(repository.to_owned()), ..self }
+    }
+
+    /// Lets the replicas read the configuration of agents from the folder `config`, take webhooks with the
+    /// secrets of the folder `hook-secrets`, and show numbers of objects on the status page.
+    pub(super) fn with_fleet(self) -> Self {
+        Self { is_fleet: true, ..self }
     }
 
     pub(super) fn api_secret(&self) -> PathBuf {
@@ -118,7 +131,7 @@ impl ReplicaSetup {
     fn config(&self, ports: &Ports, seeds: &str, state: &Path) -> Result<String> {
         // A JSON string is a YAML string.
         let path = |path: &Path| serde_json::to_string(path).context("the temporary folder is not UTF-8");
-        let Ports { agent, api, observability, private, kubernetes } = ports;
+        let Ports { agent, api, observability, private, kubernetes, hooks } = ports;
         let others = match self.tracker {
             Tracker::Gossip => format!("discovery:\n  static:\n    addresses: [{seeds}]"),
             // The default is ten seconds, which is long for a demonstration of a crash.
@@ -129,14 +142,25 @@ impl ReplicaSetup {
                 )
             }
         };
-        let (configuration, repositories) = match &self.manifests {
-            None => (String::new(), String::new()),
-            Some(repository) => (
-                format!("configuration:\n    folder: {}\n  ", path(&self.dir.join("config"))?),
+        let configuration = match self.is_fleet || self.manifests.is_some() {
+            true => format!("configuration:\n    folder: {}\n  ", path(&self.dir.join("config"))?),
+            false => String::new(),
+        };
+        let repositories = match &self.manifests {
+            None => String::new(),
+            Some(repository) => format!(
+                "repositories:\n- {{name: {MANIFESTS}, id: {MANIFESTS_ID}, path: {}, agents: all}}\n",
+                path(repository)?
+            ),
+        };
+        let (webhooks, page) = match self.is_fleet {
+            false => (String::new(), ""),
+            true => (
                 format!(
-                    "repositories:\n- {{name: {MANIFESTS}, id: {MANIFESTS_ID}, path: {}, agents: all}}\n",
-                    path(repository)?
+                    "hooks:\n  listen:\n    address: 127.0.0.1:{hooks}\n  secrets_dir: {}\n",
+                    path(&self.dir.join(HOOK_SECRETS))?
                 ),
+                "  page:\n    enabled: true\n    views: true\n",
             ),
         };
         Ok(format!(
@@ -149,7 +173,7 @@ impl ReplicaSetup {
              private_api:\n  listen:\n    address: 127.0.0.1:{private}\n    \
              authentication_secret_file: {private_secret}\n\
              {others}\n\
-             observability:\n  listen:\n    address: 127.0.0.1:{observability}\n\
+             observability:\n  listen:\n    address: 127.0.0.1:{observability}\n{page}{webhooks}\
              identity:\n  file: {agents}\n\
              state_dir: {state}\n\
              # No load balancer has to notice the shutdown.\n\
@@ -167,7 +191,7 @@ impl ReplicaSetup {
 }
 
 /// Creates a file with 256 random bits that only its owner may read.
-fn make_secret(path: &Path) -> Result<()> {
+pub(super) fn make_secret(path: &Path) -> Result<()> {
     let mut random = [0; 32];
     fs::File::open("/dev/urandom")?.read_exact(&mut random)?;
     // kas expects base64; 64 hexadecimal digits are also valid base64, of 48 bytes.
@@ -244,7 +268,7 @@ impl Replica {
         let service = self.service.as_mut().with_context(|| format!("{name} was not started"))?;
         let port = self.ports.observability;
         let ready = async {
-            while !matches!(get(port, "/readiness").await, Ok((200, _))) {
+            while !matches!(http::get(port, "/readiness").await, Ok(answer) if answer.status == 200) {
                 sleep(POLL).await;
             }
         };
@@ -330,23 +354,6 @@ pub(super) async fn until(
             }
         }
     }
-}
-
-/// Sends a GET request to loopback. Returns the status and the body.
-async fn get(port: u16, path: &str) -> Result<(u16, String)> {
-    let exchange = async {
-        let mut connection = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
-        // HTTP/1.0: the body ends with the connection, so no parser is needed.
-        let request = format!("GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n");
-        connection.write_all(request.as_bytes()).await?;
-        let mut answer = String::new();
-        connection.read_to_string(&mut answer).await?;
-        let (head, body) = answer.split_once("\r\n\r\n").context("not an HTTP answer")?;
-        let status =
-            head.split(' ').nth(1).and_then(|status| status.parse().ok()).context("no HTTP status")?;
-        anyhow::Ok((status, body.to_owned()))
-    };
-    timeout(Duration::from_secs(5), exchange).await.context("no answer within 5 s")?
 }
 
 #[cfg(test)]

@@ -22,9 +22,11 @@ use super::{
     kasctl::Kasctl,
     kubectl::{self, Kubectl, Watching},
     outage::{self, Aftermath},
+    processes::Ended,
     redis,
     replicas::{self, NAMES, Replica, ReplicaSetup},
     report::{Report, Step},
+    teams::Teams,
 };
 
 /// How many pods are printed: a real cluster may have thousands.
@@ -37,6 +39,8 @@ pub(super) struct Shown {
     pub(super) style: Style,
     /// Failed checks.
     pub(super) problems: Vec<String>,
+    /// What starts agents again that the user has ended; `None`: their end is an error.
+    pub(super) teams: Option<Teams>,
 }
 
 /// Runs all steps.
@@ -98,7 +102,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let mut step = report.step("Register three agents and create two secrets");
     let shared = ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?;
     let kasctl = Kasctl::new(programs.path("kasctl")?, &shared.api_secret(), 0);
-    agents::make_identities(&kasctl, &dir).await?;
+    agents::make_identities(&kasctl, &dir, AGENTS).await?;
     kubectl::make_certificates(&programs, &dir).await?;
     kubectl::make_user(&kasctl, &dir).await?;
     step.took();
@@ -121,10 +125,10 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
         let next = Next { folder, dir: &dir, kubeconfig: &kubeconfig, holder };
         print_next(style, processes, &deployment, &next, args.kubeconfig.is_none());
     }
-    Ok(Shown { deployment, style, problems })
+    Ok(Shown { deployment, style, problems, teams: None })
 }
 
-async fn start_replicas(
+pub(super) async fn start_replicas(
     report: &mut Report,
     processes: &mut Processes,
     shared: &ReplicaSetup,
@@ -408,14 +412,21 @@ fn print_next(style: Style, processes: &Processes, deployment: &Deployment, next
     ));
 }
 
-/// Restarts replicas that exit, until an error occurs that a restart does not fix. Returns that error.
+/// Restarts replicas that exit, and agents of a fleet, until an error occurs that a restart does not fix.
+/// Returns that error.
 pub(super) async fn keep_running(processes: &mut Processes, shown: &Shown) -> anyhow::Error {
     loop {
-        let (replica, error) = processes.ended().await;
-        let Some(index) = replica else { return error };
+        let (ended, error) = processes.ended().await;
         let died = Instant::now();
-        processes.replicas[index].service = None;
-        if let Err(error) = restart(processes, shown, index, died, &error).await {
+        let restarted = match (ended, &shown.teams) {
+            (Ended::Replica(index), _) => {
+                processes.replicas[index].service = None;
+                restart(processes, shown, index, died, &error).await
+            }
+            (Ended::Agent(index), Some(teams)) => teams.restart(processes, shown.style, index, &error).await,
+            _ => return error,
+        };
+        if let Err(error) = restarted {
             return error;
         }
     }
