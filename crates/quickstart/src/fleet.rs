@@ -174,14 +174,14 @@ async fn start_agents(
     for agent in 1..=AGENTS {
         processes.agents.push(teams.start(agent, &processes.replicas)?);
     }
-    // Each agent has two connections, to different replicas.
+    let wanted = processes.replicas.len() * AGENTS;
     let mut seen = std::collections::BTreeMap::new();
     let mut times = Vec::new();
     let all = async {
         let mut connections = 0;
-        while connections < 2 * AGENTS {
+        while connections < wanted {
             let Ok(agent) = timeout_at(began + WITHIN, watch.connected()).await else {
-                anyhow::bail!("{connections} of {} connections after {WITHIN:?}", 2 * AGENTS)
+                anyhow::bail!("{connections} of {wanted} connections after {WITHIN:?}")
             };
             let agent = agent?;
             if seen.insert(agent.id, ()).is_none() {
@@ -198,7 +198,7 @@ async fn start_agents(
     let (first, last) =
         (times.first().copied().unwrap_or_default(), times.last().copied().unwrap_or_default());
     step.fact("connected", format_args!("the first after {}, the last after {}", human(first), human(last)));
-    step.fact("each", "has two connections, to different replicas");
+    step.fact("each", "has a connection to each of the three replicas");
     if let (Some(agents), Some(replicas)) = (
         memory(processes.agents.iter().map(Service::id)),
         memory(processes.replicas.iter().map(Replica::pid)),
