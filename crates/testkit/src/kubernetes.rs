@@ -40,9 +40,10 @@ use tokio::{
 
 pub use self::{
     build::{Binaries, Tools, binaries, cache_folder, helm, tools},
-    client::Reader,
+    client::{Reader, Writer},
     exclusive::{Exclusive, exclusive},
     node::Node,
+    objects::own_address,
 };
 use self::{
     client::Client,

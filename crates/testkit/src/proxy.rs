@@ -69,6 +69,51 @@ pub fn documented(language: &str) -> Result<&'static str> {
     Ok(block.split_once("\n```").context("the block ends")?.0)
 }
 
+/// Returns what docs/direct.md shows for nginx under a heading, for this many replicas `10.0.0.1` and up. The
+/// page has three.
+///
+/// # Errors
+/// When there is none.
+pub fn direct_block(heading: &str, replicas: usize) -> Result<String> {
+    let (_, section) = include_str!("../../../docs/direct.md")
+        .split_once(&format!("\n## {heading}\n"))
+        .context("docs/direct.md has the section")?;
+    let (_, block) = section.split_once("\n```nginx\n").context("the section has a block")?;
+    let block = block.split_once("\n```").context("the block ends")?.0;
+    // What names replicas stands between these two.
+    let (before, rest) = block.split_once("map $kas_owner $").context("the block has a map")?;
+    let (named, server) = rest.split_once("\nserver {").context("the block has a server")?;
+    let upstream = named.split_once(" {").context("the map has a name")?.0;
+    let port = named.split_once("10.0.0.1:").and_then(|(_, rest)| rest.split_once(' '));
+    let port = port.context("the map has a port")?.0;
+    let all: Vec<usize> = (1..=replicas).collect();
+    let mut out = format!("{before}map $kas_owner ${upstream} {{\n    default {upstream};\n");
+    let mut put = |text: String| out.push_str(&text);
+    for n in &all {
+        put(format!("    10.0.0.{n}:{port} {upstream}_{n};\n"));
+    }
+    put(format!("}}\nupstream {upstream} {{\n"));
+    for n in &all {
+        put(format!("    server 10.0.0.{n}:{port};\n"));
+    }
+    for n in &all {
+        put(format!("}}\nupstream {upstream}_{n} {{\n    server 10.0.0.{n}:{port} max_fails=0;\n"));
+        // Each has another one that comes next.
+        for other in all.iter().cycle().skip(*n).take(replicas.saturating_sub(1)) {
+            put(format!("    server 10.0.0.{other}:{port} backup;\n"));
+        }
+    }
+    if named.contains("upstream kas_direct {") {
+        put("}\nupstream kas_direct {\n".to_owned());
+        for n in &all {
+            put(format!("    server 10.0.0.{n}:8157;\n"));
+        }
+        put("    keepalive 16;\n".to_owned());
+    }
+    put(format!("}}\nserver {{{server}"));
+    Ok(out)
+}
+
 /// A proxy in front of kas. Dropping it ends it.
 #[derive(Debug)]
 pub struct Proxy {
@@ -206,24 +251,35 @@ impl Proxy {
     }
 
     /// Starts nginx with what docs/direct.md shows under a heading, in front of the Kubernetes API endpoints
-    /// or the API listeners of three replicas; `http2`: clients speak HTTP/2, and it has no TLS. The listener
-    /// for proxies of the n-th replica is `direct[n]`, and takes `secret`.
+    /// or the API listeners of replicas; `http2`: clients speak HTTP/2, and it has no TLS. The listener for
+    /// proxies of the n-th replica is `direct[n]`, and takes `secret`.
     ///
     /// # Errors
     /// As of [`nginx`](Self::nginx).
     pub async fn direct(
         heading: &str,
         http2: bool,
-        replicas: [IpAddr; 3],
-        direct: [SocketAddr; 3],
+        replicas: &[IpAddr],
+        direct: &[SocketAddr],
         secret: &str,
     ) -> Result<Self> {
-        let (_, section) = include_str!("../../../docs/direct.md")
-            .split_once(&format!("\n## {heading}\n"))
-            .context("docs/direct.md has the section")?;
-        let (_, block) = section.split_once("\n```nginx\n").context("the section has a block")?;
-        let mut block = block.split_once("\n```").context("the block ends")?.0.replace("SECRET", secret);
-        for (n, (replica, direct)) in replicas.into_iter().zip(direct).enumerate() {
+        let block = direct_block(heading, replicas.len())?;
+        Self::direct_with(&block, http2, replicas, direct, secret).await
+    }
+
+    /// The same with a [`direct_block`], which may have been changed.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn direct_with(
+        block: &str,
+        http2: bool,
+        replicas: &[IpAddr],
+        direct: &[SocketAddr],
+        secret: &str,
+    ) -> Result<Self> {
+        let mut block = block.replace("SECRET", secret);
+        for (n, (replica, direct)) in replicas.iter().zip(direct).enumerate() {
             block = block.replace(&format!("10.0.0.{}:8157", n + 1), &direct.to_string());
             block = block.replace(&format!("10.0.0.{}:", n + 1), &format!("{replica}:"));
         }
@@ -503,5 +559,22 @@ async fn pass(
     }
     if let Ok(mut kas) = TcpStream::connect(to).await {
         let _ = tokio::io::copy_bidirectional(&mut stream, &mut kas).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_for_three_replicas_is_that_of_the_page() {
+        let page = include_str!("../../../docs/direct.md");
+        for heading in ["gRPC: calls of the API", "kubectl: ask first", "kubectl: X-Accel-Redirect"] {
+            let three = direct_block(heading, 3).unwrap();
+            assert!(page.contains(&format!("\n```nginx\n{three}\n```\n")), "{three}");
+            let ten = direct_block(heading, 10).unwrap();
+            assert_eq!(ten.matches(" max_fails=0;").count(), 10);
+            assert_eq!(ten.matches(" backup;").count(), 90);
+        }
     }
 }

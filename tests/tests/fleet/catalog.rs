@@ -12,13 +12,11 @@ use testkit::{
     agentk::Agentk,
     endpoint::{Endpoint, JANE, write_users},
     kas::{AgentEntry, eventually, token},
-    kubernetes::Kubernetes,
+    kubernetes::{Kubernetes, own_address},
+    prometheus::{Ask, Prometheus, Series, ask},
 };
 
-use crate::{
-    prometheus::{Prometheus, SAMPLES, Series},
-    setup::{AT, Ask, ask, own_address},
-};
+use crate::setup::{AT, SAMPLES};
 
 /// The token of a user whom Kubernetes allows nothing.
 const MARY: &str = "kasu_marymarymarymarymarymarymarymarymarymarymar";

@@ -5,6 +5,5 @@
 
 mod catalog;
 mod expressions;
-mod prometheus;
 mod promql;
 mod setup;

@@ -3,11 +3,14 @@
 use anyhow::{Context as _, Result, ensure};
 use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::{Value, json};
-use testkit::endpoint::JANE;
+use testkit::{
+    endpoint::JANE,
+    prometheus::{Ask, ask},
+};
 
 use crate::{
     expressions::{MORE, binary, compare, failing, matching, simple},
-    setup::{AT, Ask, Setup, ask},
+    setup::{AT, Setup},
 };
 
 const RANGE: [(&str, &str); 3] = [("start", "1700000400"), ("end", "1700001600"), ("step", "60")];

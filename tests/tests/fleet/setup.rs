@@ -1,16 +1,9 @@
 //! Four agents of one API server, each with a Prometheus of its own, and one Prometheus with all data.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
-    net::{IpAddr, SocketAddr, UdpSocket},
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
-use anyhow::{Context as _, Result, ensure};
-use bytes::Bytes;
+use anyhow::Result;
 use futures_util::future::try_join_all;
-use http_body_util::{BodyExt as _, Full};
-use hyper_util::rt::TokioIo;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -18,12 +11,12 @@ use testkit::{
     agentk::Agentk,
     endpoint::{Endpoint, JANE},
     kas::{AgentEntry, eventually, token},
-    kubernetes::Kubernetes,
-    process::soon,
+    kubernetes::{Kubernetes, own_address},
+    prometheus::{Ask, Prometheus, Series, ask},
 };
-use tokio::net::TcpStream;
 
-use crate::prometheus::{Prometheus, SAMPLES, Series};
+/// Samples of each series.
+pub(crate) const SAMPLES: i64 = 120;
 
 pub(crate) const AGENTS: i64 = 4;
 
@@ -37,21 +30,6 @@ pub(crate) struct Setup {
     pub(crate) agentks: BTreeMap<i64, Agentk>,
     pub(crate) kubernetes: Kubernetes,
     pub(crate) folder: TempDir,
-}
-
-/// Returns an address of this machine that is not loopback: the API server's proxy dials no other.
-pub(crate) fn own_address() -> Result<IpAddr> {
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    // Nothing is sent: the system chooses the address from which it would be.
-    socket
-        .connect("198.51.100.1:9")
-        .context("this test needs an interface besides loopback, with a route")?;
-    let own = socket.local_addr()?.ip();
-    ensure!(
-        !own.is_loopback() && !own.is_unspecified(),
-        "this test needs an address besides loopback, found {own}"
-    );
-    Ok(own)
 }
 
 /// The data of an agent, without the labels of the fleet.
@@ -205,54 +183,3 @@ impl Setup {
 
 /// The moment of most questions.
 pub(crate) const AT: (&str, &str) = ("time", "1700001500");
-
-/// A question over HTTP.
-#[derive(Default)]
-pub(crate) struct Ask<'a> {
-    pub(crate) path: &'a str,
-    pub(crate) form: &'a [(&'a str, &'a str)],
-    pub(crate) token: Option<&'a str>,
-    pub(crate) header: Option<(&'static str, &'static str)>,
-    /// As `GET`, else as `POST` with a form.
-    pub(crate) is_get: bool,
-}
-
-/// Asks, and returns status and JSON.
-pub(crate) async fn ask(address: SocketAddr, question: &Ask<'_>) -> Result<(u16, Value)> {
-    let mut form = String::new();
-    for (key, value) in question.form {
-        for (text, end) in [(key, '='), (value, '&')] {
-            for byte in text.bytes() {
-                write!(form, "%{byte:02X}")?;
-            }
-            form.push(end);
-        }
-    }
-    let form = form.trim_end_matches('&').to_owned();
-    let request = if question.is_get {
-        http::Request::get(format!("{}?{form}", question.path))
-    } else {
-        http::Request::post(question.path).header("content-type", "application/x-www-form-urlencoded")
-    };
-    let mut request = request.header("host", "localhost");
-    if let Some(token) = question.token {
-        request = request.header("authorization", format!("Bearer {token}"));
-    }
-    if let Some((name, value)) = question.header {
-        request = request.header(name, value);
-    }
-    let body = if question.is_get { Bytes::new() } else { Bytes::from(form) };
-    let request = request.body(Full::new(body))?;
-    soon("an answer", async {
-        let stream = TcpStream::connect(address).await?;
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-        let connection = tokio::spawn(connection);
-        let (head, body) = sender.send_request(request).await?.into_parts();
-        let body = body.collect().await?.to_bytes();
-        connection.abort();
-        let json = serde_json::from_slice(&body)
-            .with_context(|| format!("{}: {}", head.status, String::from_utf8_lossy(&body)))?;
-        Ok((head.status.as_u16(), json))
-    })
-    .await
-}

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, SocketAddr, UdpSocket},
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicU16, Ordering},
@@ -20,7 +20,7 @@ use testkit::{
     agentk::Agentk,
     http1::{self, Framing, Head},
     kas::{token, write_private},
-    kubernetes::Kubernetes,
+    kubernetes::{Kubernetes, own_address},
     mesh::{Mesh, Options},
     process::SOON,
 };
@@ -63,14 +63,6 @@ impl Drop for Receiver {
     fn drop(&mut self) {
         self.task.abort();
     }
-}
-
-/// Returns an address of this machine that is not on loopback: an API server proxies to no other.
-fn own_address() -> Result<IpAddr> {
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    // Nothing is sent: the system only chooses a route.
-    socket.connect("192.0.2.200:9").context("this test needs an address that is not on loopback")?;
-    Ok(socket.local_addr()?.ip())
 }
 
 impl Receiver {

@@ -101,7 +101,7 @@ impl Setup {
     /// nginx, which asks the replicas themselves.
     async fn nginx(&self, heading: &str, http2: bool) -> Result<Proxy> {
         let direct = self.ips().map(|ip| SocketAddr::new(ip, DIRECT));
-        Proxy::direct(heading, http2, self.ips(), direct, SECRET).await
+        Proxy::direct(heading, http2, &self.ips(), &direct, SECRET).await
     }
 
     async fn caller(&self, proxy: &Proxy) -> Result<Caller> {
@@ -245,10 +245,10 @@ async fn no_request_fails_whatever_nginx_is_told() -> Result<()> {
     let teller = Teller::start().await?;
     // One of three does not even listen.
     let nobody = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-    let direct = [teller.address, nobody, teller.address];
+    let (ips, direct) = (it.ips(), [teller.address, nobody, teller.address]);
     let (grpc, http) = tokio::try_join!(
-        Proxy::direct(ASKING_GRPC, true, it.ips(), direct, SECRET),
-        Proxy::direct(ASKING_HTTP, false, it.ips(), direct, SECRET)
+        Proxy::direct(ASKING_GRPC, true, &ips, &direct, SECRET),
+        Proxy::direct(ASKING_HTTP, false, &ips, &direct, SECRET)
     )?;
     let caller = it.caller(&grpc).await?;
     let all = async |what: &str| {
@@ -290,8 +290,8 @@ async fn no_request_fails_when_the_owner_dies_or_the_secret_is_wrong() -> Result
     let it = Setup::start(&[0, 1]).await?;
     let direct = it.ips().map(|ip| SocketAddr::new(ip, DIRECT));
     let [wrong_grpc, wrong_accel] = [
-        Proxy::direct(ASKING_GRPC, true, it.ips(), direct, "another-secret-of-proxies").await?,
-        Proxy::direct(ACCEL, false, it.ips(), direct, "another-secret-of-proxies").await?,
+        Proxy::direct(ASKING_GRPC, true, &it.ips(), &direct, "another-secret-of-proxies").await?,
+        Proxy::direct(ACCEL, false, &it.ips(), &direct, "another-secret-of-proxies").await?,
     ];
     let (grpc, http, accel) =
         tokio::try_join!(it.nginx(ASKING_GRPC, true), it.nginx(ASKING_HTTP, false), it.nginx(ACCEL, false))?;

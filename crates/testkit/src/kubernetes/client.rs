@@ -91,13 +91,48 @@ impl Reader {
     ///
     /// When the API server cannot be reached, or answers with another status than 200.
     pub async fn get(&self, path: &str) -> Result<Value> {
+        Ok(serde_json::from_slice(&self.bytes(path).await?)?)
+    }
+
+    /// Reads what is at a path, and returns it as it is.
+    ///
+    /// # Errors
+    ///
+    /// As of [`get`](Self::get).
+    pub async fn bytes(&self, path: &str) -> Result<Bytes> {
         let (status, body) = self.0.send(Method::GET, path, Bytes::new()).await?;
         ensure!(status == StatusCode::OK, "GET {path}: {status}: {}", String::from_utf8_lossy(&body));
+        Ok(body)
+    }
+}
+
+/// Changes objects as administrator, over one connection.
+pub struct Writer(Connection);
+
+impl Writer {
+    /// Patches what is at a path, as `application/merge-patch+json`. Returns the object as it is now.
+    ///
+    /// # Errors
+    ///
+    /// When the API server cannot be reached, or refuses it.
+    pub async fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
+        let (kind, body) = ("application/merge-patch+json", patch.to_string().into());
+        let (status, body) = self.0.send_as(Method::PATCH, path, kind, body).await?;
+        ensure!(status == StatusCode::OK, "PATCH {path}: {status}: {}", String::from_utf8_lossy(&body));
         Ok(serde_json::from_slice(&body)?)
     }
 }
 
 impl super::Kubernetes {
+    /// Connects a client that changes objects.
+    ///
+    /// # Errors
+    ///
+    /// When the API server cannot be reached.
+    pub async fn writer(&self) -> Result<Writer> {
+        self.client.connect().await.map(Writer)
+    }
+
     /// Connects a client that only reads.
     ///
     /// # Errors
@@ -110,10 +145,20 @@ impl super::Kubernetes {
 
 impl Connection {
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
+        self.send_as(method, path, "application/json", body).await
+    }
+
+    async fn send_as(
+        &self,
+        method: Method,
+        path: &str,
+        kind: &str,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes)> {
         let request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.server))
-            .header(http::header::CONTENT_TYPE, "application/json")
+            .header(http::header::CONTENT_TYPE, kind)
             .header(http::header::ACCEPT, "application/json")
             .body(Full::new(body))?;
         let mut sender = self.sender.clone();

@@ -1,11 +1,11 @@
 //! Objects that tests need: namespaces, service accounts with rights, and many pods or ConfigMaps.
 
 use std::{
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr, UdpSocket},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use futures_util::future::try_join_all;
 use serde_json::{Value, json};
 
@@ -14,6 +14,22 @@ use super::{Access, Kubernetes};
 /// How many requests are open at once when many objects are created. The API server takes 100 streams per
 /// connection, so more would only queue here. Measured with 64: 5,000 pods in 2 to 3 s on two cores.
 const CONCURRENT: usize = 64;
+
+/// Returns an address of this machine that is not loopback: the proxy of an API server dials no other.
+///
+/// # Errors
+/// When there is none.
+pub fn own_address() -> Result<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    // Nothing is sent: the system chooses the address from which it would be.
+    socket.connect("198.51.100.1:9").context("an interface besides loopback, with a route, is needed")?;
+    let own = socket.local_addr()?.ip();
+    ensure!(
+        !own.is_loopback() && !own.is_unspecified(),
+        "an address besides loopback is needed, found {own}"
+    );
+    Ok(own)
+}
 
 impl Kubernetes {
     /// Creates the namespace, and the ServiceAccount `default` that its pods refer to, unless they exist.
@@ -164,7 +180,7 @@ impl Kubernetes {
     /// When one of them exists or is refused; the others may have been created.
     pub async fn create_pods(&self, namespace: &str, prefix: &str, count: usize) -> Result<()> {
         self.ensure_namespace(namespace).await?;
-        self.create_many(&format!("/api/v1/namespaces/{namespace}/pods"), count, |index| {
+        let pod = |index| {
             json!({
                 "metadata": { "name": format!("{prefix}-{index:05}"), "labels": { "app": prefix } },
                 "spec": {
@@ -172,8 +188,39 @@ impl Kubernetes {
                     "containers": [{ "name": "main", "image": "none.invalid/none" }],
                 },
             })
-        })
-        .await
+        };
+        self.create_many(&format!("/api/v1/namespaces/{namespace}/pods"), count, pod, |_| None).await
+    }
+
+    /// The same, and each pod has a status as if it ran on one of ten nodes, with an address of its own.
+    ///
+    /// # Errors
+    ///
+    /// As of [`create_pods`](Self::create_pods).
+    pub async fn create_running_pods(&self, namespace: &str, prefix: &str, count: usize) -> Result<()> {
+        self.ensure_namespace(namespace).await?;
+        let pod = |index: usize| {
+            json!({
+                "metadata": { "name": format!("{prefix}-{index:05}"), "labels": { "app": prefix } },
+                "spec": {
+                    "automountServiceAccountToken": false,
+                    "nodeName": format!("node-{}", index % 10),
+                    "containers": [{ "name": "main", "image": "none.invalid/none" }],
+                },
+            })
+        };
+        let status = |index: usize| {
+            let ip = format!("10.{}.{}.{}", index >> 16, (index >> 8) & 255, index & 255);
+            Some(json!({
+                "phase": "Running", "podIP": ip, "podIPs": [{ "ip": ip }],
+                "conditions": [{ "type": "Ready", "status": "True" }],
+                "containerStatuses": [{
+                    "name": "main", "ready": true, "restartCount": index % 3, "image": "none.invalid/none",
+                    "imageID": "", "state": { "running": { "startedAt": "2026-01-01T00:00:00Z" } },
+                }],
+            }))
+        };
+        self.create_many(&format!("/api/v1/namespaces/{namespace}/pods"), count, pod, status).await
     }
 
     /// Creates ConfigMaps named `{prefix}-00000` and up with `bytes_each` bytes of data, at most 1 MiB, and
@@ -191,13 +238,14 @@ impl Kubernetes {
         bytes_each: usize,
     ) -> Result<()> {
         self.ensure_namespace(namespace).await?;
-        self.create_many(&format!("/api/v1/namespaces/{namespace}/configmaps"), count, |index| {
+        let config_map = |index| {
             json!({
                 "metadata": { "name": format!("{prefix}-{index:05}"), "labels": { "app": prefix } },
                 "data": { "text": noise(index, bytes_each) },
             })
-        })
-        .await
+        };
+        let path = format!("/api/v1/namespaces/{namespace}/configmaps");
+        self.create_many(&path, count, config_map, |_| None).await
     }
 
     async fn create_many(
@@ -205,12 +253,17 @@ impl Kubernetes {
         path: &str,
         count: usize,
         object: impl Fn(usize) -> Value + Sync,
+        status: impl Fn(usize) -> Option<Value> + Sync,
     ) -> Result<()> {
         let connection = self.client.connect().await?;
+        let create = async |index: usize| match status(index) {
+            Some(status) => connection.create_with_status(path, &object(index), status).await,
+            None => connection.create(path, &object(index)).await.map(drop),
+        };
         // The first alone: making many large objects keeps this thread busy for seconds, and an API server
         // that has seen no frame of a new connection for two closes it.
         if count > 0 {
-            connection.create(path, &object(0)).await?;
+            create(0).await?;
         }
         let next = AtomicUsize::new(1);
         // Workers rather than a stream adapter, whose future the compiler cannot prove to be `Send`.
@@ -220,7 +273,7 @@ impl Kubernetes {
                 if index >= count {
                     return anyhow::Ok(());
                 }
-                connection.create(path, &object(index)).await?;
+                create(index).await?;
             }
         });
         try_join_all(workers).await.map(drop)
