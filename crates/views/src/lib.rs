@@ -7,6 +7,7 @@
 //! There is no I/O, clock or lock here. What comes from an API server is never trusted: every size has a
 //! limit.
 
+mod cells;
 mod definition;
 mod filter;
 mod labels;

@@ -9,6 +9,7 @@ use std::{
 };
 
 use crate::{
+    cells::Cells,
     table::{Columns, NewRow, Page},
     texts::{Text, Texts},
     uid::Uid,
@@ -16,8 +17,9 @@ use crate::{
 
 /// The changes that are remembered.
 const LOG: usize = 4_096;
-/// What a row takes beside its texts: its entry, the tree around it, its key, and what the allocator adds.
-const ROW: usize = 176;
+/// What a row takes beside its name and cells: its entry, the tree around it, which is half full, its key, and
+/// what the allocator adds.
+const ROW: usize = 152;
 /// What a change takes.
 const CHANGE: usize = 32;
 /// What the name of a row takes that is gone, beside its text, as long as that change is remembered.
@@ -54,7 +56,7 @@ struct Row {
     time: i64,
     labels: Text,
     owner: Text,
-    cells: Box<[Text]>,
+    cells: Cells,
     namespace: Text,
 }
 
@@ -104,7 +106,7 @@ impl<'a> RowRef<'a> {
 
     /// Returns a cell; empty if there is none.
     pub fn cell(&self, at: usize) -> &'a str {
-        self.row.cells.get(at).map_or("", |text| self.texts.get(*text))
+        self.row.cells.iter(self.texts).nth(at).unwrap_or("")
     }
 }
 
@@ -127,7 +129,8 @@ pub struct Listing {
 #[derive(Debug)]
 pub struct Store {
     columns: Columns,
-    rows: BTreeMap<Arc<Key>, Row>,
+    /// Boxed, as a tree has room for almost twice as many.
+    rows: BTreeMap<Arc<Key>, Box<Row>>,
     texts: Texts,
     log: VecDeque<Change>,
     /// Changes up to this version are not known any more.
@@ -256,8 +259,7 @@ impl Store {
                 && row.time == new.time
                 && self.texts.get(row.labels) == new.labels
                 && self.texts.get(row.owner) == new.owner
-                && row.cells.len() == cells
-                && row.cells.iter().zip(&new.cells).all(|(old, new)| self.texts.get(*old) == new);
+                && row.cells.iter(&self.texts).eq(new.cells.iter().take(cells));
             let known = Arc::clone(known);
             if is_equal {
                 return known;
@@ -284,8 +286,6 @@ impl Store {
     }
 
     fn put(&mut self, key: Arc<Key>, new: &NewRow, cells: usize) {
-        self.bytes += Self::cost(&key, &new.uid, cells);
-        let kept = new.cells.get(..cells).unwrap_or_default();
         let row = Row {
             uid: new.uid.clone(),
             resource_version: new.resource_version,
@@ -293,22 +293,24 @@ impl Store {
             namespace: self.texts.add(&key.namespace),
             labels: self.texts.add(&new.labels),
             owner: self.texts.add(&new.owner),
-            cells: kept.iter().map(|cell| self.texts.add(cell)).collect(),
+            cells: Cells::new(new.cells.get(..cells).unwrap_or_default(), &mut self.texts),
         };
-        self.rows.insert(key, row);
+        self.bytes += Self::cost(&key, &row);
+        self.rows.insert(key, Box::new(row));
     }
 
     fn take(&mut self, key: &Key) -> Option<Arc<Key>> {
         let (known, row) = self.rows.remove_entry(key)?;
-        self.bytes = self.bytes.saturating_sub(Self::cost(&known, &row.uid, row.cells.len()));
-        for text in row.cells.iter().chain([&row.labels, &row.owner, &row.namespace]) {
-            self.texts.remove(*text);
+        self.bytes = self.bytes.saturating_sub(Self::cost(&known, &row));
+        row.cells.release(&mut self.texts);
+        for text in [row.labels, row.owner, row.namespace] {
+            self.texts.remove(text);
         }
         Some(known)
     }
 
-    fn cost(key: &Key, uid: &Uid, cells: usize) -> usize {
-        ROW + key.name.len() + uid.bytes() + cells * size_of::<Text>()
+    fn cost(key: &Key, row: &Row) -> usize {
+        ROW + key.name.len() + row.uid.bytes() + row.cells.bytes()
     }
 
     fn note(&mut self, key: Arc<Key>, is_removal: bool, versions: &Versions) {

@@ -6,6 +6,18 @@ use std::{collections::HashMap, sync::Arc};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Text(u32);
 
+impl Text {
+    /// Returns its number as bytes.
+    pub(crate) fn to_bytes(self) -> [u8; 4] {
+        self.0.to_le_bytes()
+    }
+
+    /// The opposite.
+    pub(crate) fn from_bytes(bytes: [u8; 4]) -> Self {
+        Self(u32::from_le_bytes(bytes))
+    }
+}
+
 /// What a text costs beside its bytes: an entry, a slot of the map, and two counts.
 const COST: usize = 96;
 

@@ -5,8 +5,8 @@ use std::fmt;
 /// The uid of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Uid {
-    /// As Kubernetes makes them.
-    Uuid(u128),
+    /// As Kubernetes makes them. Bytes, because a number would be aligned to sixteen of them.
+    Uuid([u8; 16]),
     /// Another text.
     Other(Box<str>),
 }
@@ -36,7 +36,7 @@ impl Uid {
             return None;
         }
         let digits: String = text.chars().filter(|c| *c != '-').collect();
-        u128::from_str_radix(&digits, 16).ok().map(Self::Uuid)
+        u128::from_str_radix(&digits, 16).ok().map(|number| Self::Uuid(number.to_be_bytes()))
     }
 }
 
@@ -44,7 +44,8 @@ impl fmt::Display for Uid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Other(text) => f.write_str(text),
-            Self::Uuid(number) => {
+            Self::Uuid(bytes) => {
+                let number = u128::from_be_bytes(*bytes);
                 let part = |from: u32, digits: u32| (number >> (128 - from - digits)) & ((1 << digits) - 1);
                 write!(
                     f,
