@@ -1,14 +1,33 @@
-//! `cargo xtask bench fleet`: what kas builds on its tunnels. Webhooks, at the moment.
+//! `cargo xtask bench fleet`: what kas builds on its tunnels.
+//!
+//! Replicas, agentk, API servers, Prometheus and nginx are processes. Callers are in this one, and so are the
+//! agents of which there are many: those with the library of agentk, or the wire of GitLab's.
+
+mod client;
+mod direct;
+mod hooks;
+mod promql;
+mod swarm;
+mod views;
 
 use std::fmt::Write as _;
 
+use anyhow::{bail, ensure};
+use tokio::time::Instant;
+
 use crate::{
-    hooks::{self, Measured},
-    report::{self, HOOK_ACCEPT, HOOK_AFTER_RETURN, HOOK_LOST, Output, Values},
+    report::{
+        self, DIRECT_GAIN, FLEET_1000, HOOK_ACCEPT, HOOK_AFTER_RETURN, HOOK_LOST, ONE_HOP, Output,
+        PROMQL_RATIO, VIEW_FRESH, VIEW_ROW, VIEW_WATCHES, Values, is_selected,
+    },
+    times::Times,
 };
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct FleetArgs {
+    /// Number of changes of objects that are awaited at everybody who looks
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(10..=5_000))]
+    changes: u32,
     /// Number of webhooks that are sent while replicas are killed
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(100..=100_000))]
     hooks: u32,
@@ -18,44 +37,153 @@ pub(crate) struct FleetArgs {
     /// Number of returns of an agent for which a webhook waits
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(10..=10_000))]
     returns: u32,
+    /// Number of questions to one Prometheus, of each kind and by each way; a tenth of it to all agents
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(10..=10_000))]
+    questions: u32,
+    /// Number of rounds that compare streams with and without direct routes
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+    /// A short run, to see that it works: few of everything
+    #[arg(long, conflicts_with_all = ["changes", "hooks", "accepts", "returns", "questions", "rounds"])]
+    quick: bool,
+    /// Measure only these keys, by name or by the first words of a name: `view`, `hook_accept`, `direct`
+    #[arg(long, value_name = "KEY", value_delimiter = ',')]
+    only: Vec<String>,
     #[command(flatten)]
     output: Output,
 }
 
+/// The results of one set-up.
+#[derive(Debug, Default)]
+struct Part {
+    values: Values,
+    rows: Vec<(String, Times, String)>,
+    notes: Vec<String>,
+}
+
+impl Part {
+    /// Adds a row of times, whose 99th percentile is the value of `key`.
+    fn times(&mut self, key: &'static str, name: &str, times: &Times, how: &str) {
+        self.values.extend(times.at(0.99).map(|value| (key, value)));
+        self.row(name, times, how);
+    }
+
+    fn row(&mut self, name: &str, times: &Times, how: &str) {
+        self.rows.push((name.to_owned(), times.clone(), how.to_owned()));
+    }
+
+    fn table(&self, title: &str) -> String {
+        let mut out = format!("### {title}\n\n");
+        // Writing to a string does not fail.
+        if !self.rows.is_empty() {
+            out.push_str("Milliseconds.\n\n| | N | p50 | p99 | max | from, to |\n");
+            out.push_str("| --- | --- | --- | --- | --- | --- |\n");
+            for (name, times, how) in &self.rows {
+                let _ = writeln!(out, "| {name} | {} | {how} |", times.cells());
+            }
+            out.push('\n');
+        }
+        for note in &self.notes {
+            let _ = writeln!(out, "{note}\n");
+        }
+        out
+    }
+}
+
+/// A group of measurements with one set-up.
+#[derive(Clone, Copy, Debug)]
+enum Group {
+    Views,
+    Hooks,
+    Promql,
+    Swarm,
+    Direct,
+}
+
+const GROUPS: [(Group, &str, &[&str]); 5] = [
+    (Group::Views, "Views", &[VIEW_ROW, VIEW_FRESH, VIEW_WATCHES]),
+    (Group::Hooks, "Webhooks", &[HOOK_LOST, HOOK_ACCEPT, HOOK_AFTER_RETURN]),
+    (Group::Promql, "PromQL of one agent", &[PROMQL_RATIO]),
+    (Group::Swarm, "PromQL of 1,000 agents", &[FLEET_1000]),
+    (Group::Direct, "Direct routes", &[ONE_HOP, DIRECT_GAIN]),
+];
+
 pub(super) fn run(args: &FleetArgs) -> anyhow::Result<()> {
     net::tls::install();
     process::open_files::raise_limit();
-    let FleetArgs { hooks, accepts, returns, output } = args;
-    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let measured = tokio.block_on(hooks::measure(*hooks, *accepts, *returns))?;
-    let command = format!("cargo xtask bench fleet --hooks {hooks} --accepts {accepts} --returns {returns}");
-    report::finish(&values(&measured), &table(&measured), "fleet", &command, output)
-}
-
-fn values(measured: &Measured) -> Values {
-    let mut values = Values::from([(HOOK_LOST, measured.lost as f64)]);
-    values.extend(measured.accept.at(0.99).map(|value| (HOOK_ACCEPT, value)));
-    values.extend(measured.after_return.at(0.99).map(|value| (HOOK_AFTER_RETURN, value)));
-    values
-}
-
-fn table(measured: &Measured) -> String {
-    let mut out = String::from("### Webhooks\n\nMilliseconds.\n\n| | N | p50 | p99 | max | from, to |\n");
-    out.push_str("| --- | --- | --- | --- | --- | --- |\n");
-    for (name, times, how) in [
-        ("accepted", &measured.accept, "a hook of 2 KB by one of 8 senders, until its 202, with two copies"),
-        ("after a return", &measured.after_return, "an agent has its tunnels again, until its hook arrives"),
-    ] {
-        // Writing to a string does not fail.
-        let _ = writeln!(out, "| {name} | {} | {how} |", times.cells());
+    let keys: Vec<_> = GROUPS.iter().flat_map(|(_, _, keys)| keys.iter().copied()).collect();
+    for only in &args.only {
+        ensure!(
+            keys.iter().any(|key| is_selected(key, only)),
+            "--only {only}: no such key; the keys are {}",
+            keys.join(", ")
+        );
     }
-    let Measured { accepted, lost, twice, .. } = measured;
-    let _ = writeln!(
-        out,
-        "\nWhile each of three replicas is killed and comes back, and agents are away: {accepted} hooks were accepted, \
-         {lost} of them never arrived, {twice} arrived more than once.\n"
-    );
-    out
+    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let (mut values, mut tables, mut missing) = (Values::new(), String::new(), Vec::new());
+    let begun = Instant::now();
+    for (group, title, keys) in GROUPS {
+        let is_wanted = |only: &String| keys.iter().any(|key| is_selected(key, only));
+        if !args.only.is_empty() && !args.only.iter().any(is_wanted) {
+            continue;
+        }
+        eprintln!("[{:>4.0} s] {title}", begun.elapsed().as_secs_f64());
+        match tokio.block_on(args.measure(group)) {
+            Ok(part) => {
+                eprint!("{}", report::lines(&part.values));
+                tables.push_str(&part.table(title));
+                values.extend(part.values);
+            }
+            Err(error) => {
+                // The other measurements are still useful.
+                eprintln!("{title}: {error:#}");
+                let first = format!("{error:#}").lines().next().unwrap_or_default().to_owned();
+                missing.push(format!("{}: {first}", keys.join(", ")));
+            }
+        }
+    }
+    for missing in &missing {
+        let _ = writeln!(tables, "Not measured: {missing}\n");
+    }
+    report::finish(&values, &tables, "fleet", &args.command_line(), &args.output)?;
+    if !missing.is_empty() {
+        bail!("incomplete: {}", missing.join("; "));
+    }
+    Ok(())
+}
+
+impl FleetArgs {
+    async fn measure(&self, group: Group) -> anyhow::Result<Part> {
+        let of = |all: u32, quick: u32| if self.quick { quick } else { all };
+        match group {
+            Group::Views => Box::pin(views::measure(of(self.changes, 30) as usize, self.quick)).await,
+            Group::Hooks => {
+                let (hooks, accepts) = (of(self.hooks, 1_000), of(self.accepts, 500));
+                Box::pin(hooks::measure(hooks, accepts, of(self.returns, 10))).await
+            }
+            Group::Promql => Box::pin(promql::measure(of(self.questions, 30))).await,
+            Group::Swarm => Box::pin(swarm::measure(of(self.questions, 50).div_ceil(10))).await,
+            Group::Direct => Box::pin(direct::measure(of(self.rounds, 2), self.quick)).await,
+        }
+    }
+
+    fn command_line(&self) -> String {
+        let mut command = "cargo xtask bench fleet".to_owned();
+        let Self { changes, hooks, accepts, returns, questions, rounds, .. } = self;
+        // Writing to a string does not fail.
+        let _ = match self.quick {
+            true => write!(command, " --quick"),
+            false => write!(
+                command,
+                " --changes {changes} --hooks {hooks} --accepts {accepts} --returns {returns} --questions {questions} \
+                 --rounds {rounds}"
+            ),
+        };
+        if !self.only.is_empty() {
+            let _ = write!(command, " --only {}", self.only.join(","));
+        }
+        command
+    }
 }
 
 #[cfg(test)]
@@ -65,13 +193,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_those_of_the_keys() {
-        let mut measured = Measured { accepted: 10, lost: 1, ..Measured::default() };
-        assert_eq!(values(&measured), Values::from([(HOOK_LOST, 1.0)]));
-        measured.accept.push(Duration::from_millis(5));
-        measured.after_return.push(Duration::from_millis(50));
-        let expected = [(HOOK_LOST, 1.0), (HOOK_ACCEPT, 5.0), (HOOK_AFTER_RETURN, 50.0)];
-        assert_eq!(values(&measured), Values::from(expected));
-        assert!(table(&measured).contains("10 hooks were accepted, 1 of them"));
+    fn times_are_values_and_rows() {
+        let mut times = Times::default();
+        times.push(Duration::from_millis(5));
+        let mut part = Part::default();
+        part.times(HOOK_ACCEPT, "accepted", &times, "how");
+        part.notes.push("A note.".to_owned());
+        assert_eq!(part.values, Values::from([(HOOK_ACCEPT, 5.0)]));
+        let table = part.table("Title");
+        assert!(table.contains("\n| accepted | 1 | 5.00 | 5.00 | 5.00 | how |\n\nA note.\n"), "{table}");
+    }
+
+    #[test]
+    fn each_key_is_one_of_the_report() {
+        for key in GROUPS.iter().flat_map(|(_, _, keys)| keys.iter()) {
+            assert!(report::lines(&Values::from([(*key, 1.0)])).starts_with(key), "{key}");
+        }
     }
 }

@@ -5,7 +5,8 @@
 //! memory with a method of the benchmark. `instructions` counts the instructions of kas and agentk per call,
 //! a number that other load on the machine does not change. `cluster` measures several replicas, and
 //! `tracker` the table of agents that they share. `watches` measures what open watches cost, and `gitops` the
-//! way from a commit to a cluster. `fleet` measures webhooks.
+//! way from a commit to a cluster. `fleet` measures what kas builds
+//! on its tunnels: views, webhooks, PromQL, direct routes.
 
 mod agents;
 mod call;
@@ -15,7 +16,6 @@ mod cluster;
 mod environment;
 mod fleet;
 mod gitops;
-mod hooks;
 mod http_load;
 mod http_path;
 mod instructions;
@@ -59,7 +59,8 @@ enum What {
     Watches(watches::WatchesArgs),
     /// Measure the way from a commit to a cluster, with a real Kubernetes API server; about six minutes
     Gitops(gitops::GitopsArgs),
-    /// Measure webhooks into clusters: acceptance, delivery, crashes of replicas; about three minutes
+    /// Measure views, webhooks, PromQL of one and of 1,000 agents, and direct routes, with real API servers,
+    /// Prometheus and nginx; about eight minutes
     Fleet(fleet::FleetArgs),
     /// Generate load; the other commands start this and control it over standard input
     #[command(hide = true)]

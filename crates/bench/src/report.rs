@@ -77,8 +77,15 @@ pub(super) const ROUTER_DURING_SYNC: &str = "router_p99_ratio_during_sync";
 pub(super) const HOOK_LOST: &str = "hook_lost";
 pub(super) const HOOK_ACCEPT: &str = "hook_accept_p99_ms";
 pub(super) const HOOK_AFTER_RETURN: &str = "hook_after_return_p99_ms";
+pub(super) const VIEW_ROW: &str = "view_row_bytes";
+pub(super) const VIEW_FRESH: &str = "view_fresh_p99_ms";
+pub(super) const VIEW_WATCHES: &str = "view_watches_per_replica";
+pub(super) const PROMQL_RATIO: &str = "promql_p50_ratio";
+pub(super) const FLEET_1000: &str = "fleet_1000_agents_s";
+pub(super) const ONE_HOP: &str = "one_hop_share";
+pub(super) const DIRECT_GAIN: &str = "direct_gain_r10";
 
-const GATES: [Gate; 62] = [
+const GATES: [Gate; 69] = [
     at_least("http_get_c64_ratio", 0.33, 0.42),
     at_least("http_get_c10_ratio", 0.28, 0.35),
     at_most("http_get_c1_p50_ratio", 3.0, 2.5),
@@ -138,9 +145,16 @@ const GATES: [Gate; 62] = [
     at_most(GITALY_CALLS, 4_000.0, 3_300.0),
     at_most(GITOPS_KIB, 64.0, 32.0),
     at_most(ROUTER_DURING_SYNC, 1.2, 1.05),
+    at_most(VIEW_ROW, 300.0, 200.0),
+    at_most(VIEW_FRESH, 300.0, 150.0),
+    at_most(VIEW_WATCHES, 1.0, 1.0),
     at_most(HOOK_LOST, 0.0, 0.0),
     at_most(HOOK_ACCEPT, 20.0, 10.0),
     at_most(HOOK_AFTER_RETURN, 200.0, 50.0),
+    at_most(PROMQL_RATIO, 3.0, 2.0),
+    at_most(FLEET_1000, 3.0, 1.5),
+    at_least(ONE_HOP, 0.95, 0.99),
+    at_least(DIRECT_GAIN, 1.10, 1.25),
 ];
 
 impl Limits {
@@ -222,7 +236,7 @@ const DOCUMENT: &str = "\
 # Benchmarks
 
 The tables are written by `cargo xtask bench http`, `bench path`, `bench instructions`, `bench cluster`,
-`bench tracker`, `bench watches` and `bench gitops` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
+`bench tracker`, `bench watches`, `bench gitops` and `bench fleet` with `--write-docs`. Every process is a release build and separate. Direct calls and calls
 through kas alternate within each round.
 
 `bench http` measures what people run: HTTP requests to an API server, by calls of
@@ -296,6 +310,22 @@ fn gates(values: &Values) -> String {
     out
 }
 
+/// Returns a line `key=value` for each value, with its limits.
+pub(super) fn lines(values: &Values) -> String {
+    let mut out = String::new();
+    for gate in &GATES {
+        let Some(value) = values.get(gate.key) else { continue };
+        out.push_str(&format!("{}={value}", gate.key));
+        if let Some(limits) = gate.limits {
+            let sign = if limits.at_least { "≥" } else { "≤" };
+            let verdict = limits.verdict(*value).trim_matches('*');
+            out.push_str(&format!("  must {sign} {}, goal {sign} {}: {verdict}", limits.gate, limits.goal));
+        }
+        out.push('\n');
+    }
+    out
+}
+
 /// Writes the values in the order of the gates, and keeps the values of other commands in the file.
 fn write_json(values: &Values, path: &Path) -> anyhow::Result<()> {
     let old: Map<String, Value> = match fs::read(path) {
@@ -335,6 +365,13 @@ mod tests {
         assert_eq!(median([]), None);
         assert_eq!(median([3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median([4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+
+    #[test]
+    fn a_line_has_the_value_and_its_limits() {
+        let line = lines(&Values::from([(ONE_HOP, 0.97)]));
+        assert_eq!(line, "one_hop_share=0.97  must ≥ 0.95, goal ≥ 0.99: pass\n");
+        assert_eq!(lines(&Values::from([(AGENT_INSTRUCTIONS, 5.0)])), format!("{AGENT_INSTRUCTIONS}=5\n"));
     }
 
     #[test]
