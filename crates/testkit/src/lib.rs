@@ -14,9 +14,9 @@
 //!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.
 //!   [`kubernetes`]: a real API server. [`endpoint`]: a kas that serves it to kubectl.
-//!   [`prometheus`]: a real Prometheus. [`demo_api`], [`demo_prometheus`]: what the quickstarts show in place of a
-//!   cluster and its metrics. [`issuer`]: an issuer of OpenID Connect. [`gitaly`]: GitLab's server of repositories,
-//!   real and small.
+//!   [`prometheus`]: a real Prometheus. [`demo_api`], [`demo_prometheus`]: what the quickstarts show in place
+//!   of a cluster and its metrics. [`issuer`]: an issuer of OpenID Connect. [`gitaly`]: GitLab's server of
+//!   repositories, real and small.
 
 pub mod agent14;
 pub mod agent16;

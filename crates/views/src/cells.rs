@@ -2,8 +2,8 @@
 
 use crate::texts::{Text, Texts};
 
-/// The longest cell that is kept in its row, in bytes. Longer ones are texts of [`Texts`], as are names of nodes
-/// and images, which many rows have; a text of its own for each address of a pod would take more than its row.
+/// The longest cell that is kept in its row, in bytes. Longer ones are texts of [`Texts`], such as names of
+/// nodes and images, which many rows have. A text for the address of each pod would take more than that.
 const OWN: usize = 20;
 /// In the place of a length: the number of a text follows.
 const SHARED: u8 = u8::MAX;

@@ -17,8 +17,8 @@ use crate::{
 
 /// The changes that are remembered.
 const LOG: usize = 4_096;
-/// What a row takes beside its name and cells: its entry, the tree around it, which is half full, its key, and
-/// what the allocator adds.
+/// What a row takes beside its name and cells: its entry, the tree around it, which is half full, its key,
+/// and what the allocator adds.
 const ROW: usize = 152;
 /// What a change takes.
 const CHANGE: usize = 32;

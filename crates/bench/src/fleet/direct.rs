@@ -1,8 +1,8 @@
 //! Direct routes: which requests take one hop when nginx asks for the owner, and what streams gain.
 //!
 //! Ten replicas, agentk, nginx and the server behind agentk are processes. Each agent is connected to two
-//! replicas. Both configurations of nginx are that of docs/direct.md for kubectl, for ten replicas; one does not
-//! ask. Their rounds alternate.
+//! replicas. Both configurations of nginx are that of docs/direct.md for kubectl, for ten replicas; one does
+//! not ask. Their rounds alternate.
 
 use std::{
     net::{IpAddr, SocketAddr},

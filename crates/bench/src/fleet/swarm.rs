@@ -1,8 +1,9 @@
 //! A question to the Prometheus servers of many agents.
 //!
-//! kas and a Prometheus are processes. The agents are in this process, each with the library of agentk from its
-//! supervisor down. In the place of their API servers is one server: it asks the Prometheus when it gets a
-//! question for the first time, and answers with the recorded bytes from then on, as what is measured is kas.
+//! kas and a Prometheus are processes. The agents are in this process, each with the library of agentk from
+//! its supervisor down. In the place of their API servers is one server: it asks the Prometheus when it gets
+//! a question for the first time, and answers with the recorded bytes from then on, as what is measured is
+//! kas.
 
 use std::{
     collections::HashMap,

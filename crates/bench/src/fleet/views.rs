@@ -1,7 +1,8 @@
 //! Views: what a row takes, and how soon a change in the API server is at those who look.
 //!
-//! kas, agentk, the API server and etcd are processes. The callers are in this process, each with a connection
-//! of its own. A change is a patch of a pod that has not changed before, so that each caller gets each of them.
+//! kas, agentk, the API server and etcd are processes. The callers are in this process, each with a
+//! connection of its own. A change is a patch of a pod that has not changed before, so that each caller gets
+//! each of them.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -37,8 +38,8 @@ const AGENT: i64 = 1;
 const VIEWERS: usize = 100;
 /// Pods of a namespace.
 const PODS: usize = 5_000;
-/// Namespaces whose rows are weighed, after those of the first: what kas needs once, such as room for the pages of
-/// a list, is there then. In a short run it is one.
+/// Namespaces whose rows are weighed, after those of the first: what kas needs once, such as room for the
+/// pages of a list, is there then. In a short run it is one.
 const WEIGHED: usize = 2;
 /// The names of pods are as long as those of a Deployment.
 const NAME: &str = "checkout-service-7c9d8b6f5";
@@ -105,13 +106,13 @@ impl Viewer {
     }
 
     /// Tells which changes have arrived, and when.
-    async fn follow(mut self, arrived: mpsc::UnboundedSender<(usize, Instant)>) -> Result<()> {
+    async fn follow(mut self, arrived: mpsc::Sender<(usize, Instant)>) -> Result<()> {
         loop {
             let Event::Upserted(rows) = self.next().await? else { continue };
             let now = Instant::now();
             for change in rows.rows.iter().flat_map(|row| &row.cells).filter_map(|cell| change_of(cell)) {
                 // The receiver is gone once it has everything.
-                let _ = arrived.send((change, now));
+                let _ = arrived.send((change, now)).await;
             }
         }
     }
@@ -194,7 +195,7 @@ impl Measured {
         let agentk =
             Agentk::start_at_urls(&urls.join(","), &token(AGENT), &["--kubeconfig", kubeconfig]).await?;
         agentk.connected().await?;
-        let (sender, mut arrived) = mpsc::unbounded_channel();
+        let (sender, mut arrived) = mpsc::channel(VIEWERS);
         let mut viewers = JoinSet::new();
         let namespaces = [namespace.to_owned()];
         for n in 0..VIEWERS {
