@@ -1,5 +1,6 @@
 //! The checker: which invariants a history breaks, and how often each was checked.
 
+mod fleet;
 mod requests;
 mod sizes;
 #[cfg(test)]
@@ -37,6 +38,8 @@ pub enum Invariant {
     I13,
     I14,
     I15,
+    I16,
+    I17,
     I18,
     I19,
     I20,
@@ -45,7 +48,7 @@ pub enum Invariant {
 
 impl Invariant {
     /// All of them, in order.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::I1,
         Self::I2,
         Self::I3,
@@ -61,6 +64,8 @@ impl Invariant {
         Self::I13,
         Self::I14,
         Self::I15,
+        Self::I16,
+        Self::I17,
         Self::I18,
         Self::I19,
         Self::I20,
@@ -88,6 +93,10 @@ impl Invariant {
                 "a waiting request is released by its own agent, and a cancelled one takes no tunnel"
             }
             Self::I15 => "the visible version of a table never goes back",
+            Self::I16 => "the rows of a view equal those of the API server, or are not called live",
+            Self::I17 => {
+                "an accepted hook is delivered with its id, waits, or is a dead letter, and reaches its own agent only"
+            }
             Self::I18 => {
                 "planners delete only what the head no longer has, and apply an old commit only while their fence holds"
             }
@@ -112,6 +121,8 @@ impl Invariant {
             Self::I12 => "no audit log was read",
             Self::I13 => "no metric was compared",
             Self::I14 => "no request waited, and none was cancelled",
+            Self::I16 => "no row was compared with an API server",
+            Self::I17 => "no hook was accepted, and none reached a receiver",
             Self::I18 => "no planner wrote to a cluster",
             Self::I19 => "nothing was searched",
             Self::I20 => "no rule ended",
@@ -241,6 +252,7 @@ pub fn check(history: &History) -> Report {
     requests::check(history, &mut checker);
     views::check(history, &mut checker);
     sizes::check(history, &mut checker);
+    fleet::check(history, &mut checker);
     Report { verdicts: checker.0 }
 }
 

@@ -5,6 +5,7 @@
 //! clock or does I/O, except a reader and a writer of JSON lines on a given stream.
 
 mod check;
+mod fleet;
 mod lines;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     check::{Breach, Invariant, Report, Verdict, check},
+    fleet::{Delivery, Hook, Kept, Rows},
     lines::{Error, read, write},
 };
 
@@ -53,6 +55,14 @@ pub struct History {
     pub searches: Vec<Search>,
     /// What planners wrote to clusters.
     pub planned: Vec<Planned>,
+    /// The rows of views, beside those of API servers.
+    pub rows: Vec<Rows>,
+    /// Webhooks that were sent.
+    pub hooks: Vec<Hook>,
+    /// Webhooks that receivers got.
+    pub deliveries: Vec<Delivery>,
+    /// Webhooks that kas had at the end.
+    pub kept: Vec<Kept>,
 }
 
 /// What was run.

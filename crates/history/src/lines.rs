@@ -5,8 +5,8 @@ use std::io::{BufRead, Write};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Audit, Fault, Gauge, Header, History, Life, Metric, Planned, Presence, Recovery, Request, Run, Search,
-    Truth, View,
+    Audit, Delivery, Fault, Gauge, Header, History, Hook, Kept, Life, Metric, Planned, Presence, Recovery,
+    Request, Rows, Run, Search, Truth, View,
 };
 
 /// Why a history cannot be read or written.
@@ -28,7 +28,7 @@ pub enum Error {
     Record(#[source] serde_json::Error),
 }
 
-/// One line. The names are those of the fields of [`History`], in the singular.
+/// One line. The names are those of the fields of [`History`], in the singular where there is one.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Record {
@@ -46,6 +46,10 @@ enum Record {
     Audit(Audit),
     Search(Search),
     Planned(Planned),
+    Rows(Rows),
+    Hook(Hook),
+    Delivery(Delivery),
+    Kept(Kept),
 }
 
 /// Reads a history. Several files of one run may be read one after the other: the last header counts.
@@ -74,6 +78,10 @@ pub fn read(lines: impl BufRead) -> Result<History, Error> {
             Record::Audit(audit) => history.audits.push(audit),
             Record::Search(search) => history.searches.push(search),
             Record::Planned(planned) => history.planned.push(planned),
+            Record::Rows(rows) => history.rows.push(rows),
+            Record::Hook(hook) => history.hooks.push(hook),
+            Record::Delivery(delivery) => history.deliveries.push(delivery),
+            Record::Kept(kept) => history.kept.push(kept),
         }
     }
     Ok(history)
@@ -98,6 +106,10 @@ pub fn write(history: &History, mut to: impl Write) -> Result<(), Error> {
     list(&mut to, "audit", &history.audits)?;
     list(&mut to, "search", &history.searches)?;
     list(&mut to, "planned", &history.planned)?;
+    list(&mut to, "rows", &history.rows)?;
+    list(&mut to, "hook", &history.hooks)?;
+    list(&mut to, "delivery", &history.deliveries)?;
+    list(&mut to, "kept", &history.kept)?;
     to.flush()?;
     Ok(())
 }
@@ -184,6 +196,32 @@ mod tests {
             audits: vec![Audit { request: 1, replica: "a".to_owned(), end: true }],
             searches: vec![Search { place: "agent 17".to_owned(), bytes: 5, found: Vec::new() }],
             planned: vec![Planned { rule: "deletions".to_owned(), checked: 3, wrong: vec!["x".to_owned()] }],
+            rows: vec![Rows {
+                viewer: "viewer 1".to_owned(),
+                view: "pods".to_owned(),
+                agent: 17,
+                at: 8,
+                state: "live".to_owned(),
+                seen: BTreeMap::from([("pods shop/web".to_owned(), "1/1 Running".to_owned())]),
+                truth: Some(BTreeMap::new()),
+            }],
+            hooks: vec![Hook {
+                name: "h-1".to_owned(),
+                agent: 17,
+                sent: 1,
+                status: Some(202),
+                id: Some("1f".to_owned()),
+                copies: Some(2),
+            }],
+            deliveries: vec![Delivery {
+                name: "h-1".to_owned(),
+                agent: 17,
+                at: 2,
+                id: "1f".to_owned(),
+                attempt: 1,
+                status: Some(200),
+            }],
+            kept: vec![Kept { id: "1f".to_owned(), agent: 17, dead: true, at: 9 }],
         }
     }
 
@@ -192,7 +230,7 @@ mod tests {
         let mut bytes = Vec::new();
         write(&whole(), &mut bytes).expect("a vector takes all");
         assert_eq!(read(bytes.as_slice()).expect("it was written so"), whole());
-        assert_eq!(bytes.iter().filter(|byte| **byte == b'\n').count(), 14);
+        assert_eq!(bytes.iter().filter(|byte| **byte == b'\n').count(), 18);
     }
 
     #[test]

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
 use crate::{
-    Attempt, Audit, Bounds, Bytes, Effect, Fault, Gauge, Header, Kind, Life, Metric, Outcome, Planned,
-    Presence, Recovery, Request, Run, SECOND, Search, Truth, Version, View,
+    Attempt, Audit, Bounds, Bytes, Delivery, Effect, Fault, Gauge, Header, Hook, Kept, Kind, Life, Metric,
+    Outcome, Planned, Presence, Recovery, Request, Rows, Run, SECOND, Search, Truth, Version, View,
 };
 
 const S: Micros = SECOND;
@@ -531,4 +531,139 @@ fn many_breaches_are_counted_and_the_first_are_explained() {
     let verdict = report.of(Invariant::I2);
     assert_eq!((verdict.checked, verdict.broken, verdict.breaches.len()), (100, 100, EXPLAINED));
     assert!(report.to_string().contains("and 80 more"), "{report}");
+}
+
+fn rows(state: &str, seen: &[(&str, &str)], truth: Option<&[(&str, &str)]>) -> Rows {
+    let map = |rows: &[(&str, &str)]| -> BTreeMap<String, String> {
+        rows.iter().map(|(name, cells)| ((*name).to_owned(), (*cells).to_owned())).collect()
+    };
+    Rows {
+        viewer: "viewer 3".to_owned(),
+        view: "pods".to_owned(),
+        agent: 17,
+        at: 50 * S,
+        state: state.to_owned(),
+        seen: map(seen),
+        truth: truth.map(map),
+    }
+}
+
+#[test]
+fn i16_rows_equal_those_of_the_api_server() {
+    let of = |rows| History { rows: vec![rows], ..history() };
+    let two = [("pods a/x", "1/1 Running"), ("pods a/y", "0/1 Pending")];
+    holds(&of(rows("live", &two, Some(&two))), Invariant::I16);
+    let begin = "the rows of pods of agent 17 that viewer 3 has are not those of the API server: ";
+    let wrong = |seen: &[(&str, &str)], what: &str| {
+        breaks(&of(rows("live", seen, Some(&two))), Invariant::I16, &format!("{begin}{what}"));
+    };
+    wrong(&two[..1], "pods a/y is missing");
+    wrong(&[two[0], two[1], ("pods a/z", "")], "pods a/z does not exist");
+    wrong(&[two[0], ("pods a/y", "1/1 Running")], "pods a/y is `1/1 Running` instead of `0/1 Pending`");
+    wrong(
+        &[("pods a/1", ""), ("pods a/2", ""), ("pods a/3", "")],
+        "pods a/1 does not exist, pods a/2 does not exist, pods a/3 does not exist, and 2 more",
+    );
+}
+
+#[test]
+fn i16_rows_are_called_live_only_while_they_are() {
+    let of = |rows| History { rows: vec![rows], ..history() };
+    let one = [("pods a/x", "1/1 Running")];
+    breaks(
+        &of(rows("stale", &one, Some(&one))),
+        Invariant::I16,
+        "the rows of pods of agent 17 that viewer 3 has are called stale, although nothing is wrong any more",
+    );
+    holds(&of(rows("stale", &one, None)), Invariant::I16);
+    holds(&of(rows("absent", &[], None)), Invariant::I16);
+    breaks(
+        &of(rows("live", &one, None)),
+        Invariant::I16,
+        "the rows of pods of agent 17 that viewer 3 has are called live, although the API server could not be \
+         asked",
+    );
+}
+
+fn hook(name: &str, id: Option<&str>) -> Hook {
+    Hook {
+        name: name.to_owned(),
+        agent: 17,
+        sent: 10 * S,
+        status: id.map(|_| 202),
+        id: id.map(str::to_owned),
+        copies: id.map(|_| 2),
+    }
+}
+
+fn delivery(name: &str, id: &str, status: Option<u16>) -> Delivery {
+    Delivery { name: name.to_owned(), agent: 17, at: 11 * S, id: id.to_owned(), attempt: 1, status }
+}
+
+#[test]
+fn i17_an_accepted_hook_is_delivered_or_kept() {
+    let mut taken = History {
+        hooks: vec![hook("h", Some("1f"))],
+        deliveries: vec![
+            delivery("h", "1f", None),
+            delivery("h", "1f", Some(503)),
+            delivery("h", "1f", Some(200)),
+        ],
+        ..history()
+    };
+    holds(&taken, Invariant::I17);
+    taken.deliveries.push(delivery("h", "1f", Some(200)));
+    holds(&taken, Invariant::I17);
+    taken.deliveries.truncate(2);
+    breaks(
+        &taken,
+        Invariant::I17,
+        "hook h for agent 17 was accepted as 1f and is nowhere: its receiver refused it 2 times",
+    );
+    taken.kept = vec![Kept { id: "1f".to_owned(), agent: 17, dead: true, at: 99 * S }];
+    holds(&taken, Invariant::I17);
+    taken.deliveries.clear();
+    holds(&taken, Invariant::I17);
+    taken.kept[0].agent = 18;
+    breaks(&taken, Invariant::I17, "hook h for agent 17 was accepted as 1f and is nowhere");
+    taken.hooks[0].id = None;
+    breaks(&taken, Invariant::I17, "hook h for agent 17 was accepted without an id");
+
+    let refused = History { hooks: vec![hook("h", None)], ..history() };
+    holds(&refused, Invariant::I17);
+}
+
+#[test]
+fn i17_a_hook_reaches_its_own_agent() {
+    let mut astray = History {
+        hooks: vec![hook("h", Some("1f"))],
+        deliveries: vec![delivery("h", "1f", Some(200)), delivery("h", "1f", Some(200))],
+        ..history()
+    };
+    astray.deliveries[1].agent = 18;
+    breaks(&astray, Invariant::I17, "hook h for agent 17 was delivered to agent 18");
+    astray.deliveries[1] = delivery("other", "2f", Some(200));
+    breaks(&astray, Invariant::I17, "a receiver of agent 17 got other, which nobody sent");
+}
+
+#[test]
+fn i17_a_hook_keeps_its_id() {
+    let mut ids = History {
+        hooks: vec![hook("h", Some("1f"))],
+        deliveries: vec![delivery("h", "1f", Some(200)), delivery("h", "2f", Some(200))],
+        ..history()
+    };
+    breaks(&ids, Invariant::I17, "hook h has the ids 1f and 2f, and at most 1 were given");
+    // A try that was not answered may have been kept.
+    ids.hooks.insert(0, hook("h", None));
+    holds(&ids, Invariant::I17);
+    ids.deliveries.push(delivery("h", "3f", Some(200)));
+    breaks(&ids, Invariant::I17, "hook h has the ids 1f and 2f and 3f, and at most 2 were given");
+    ids.deliveries.truncate(1);
+    ids.hooks.push(hook("h", Some("4f")));
+    ids.kept = vec![Kept { id: "4f".to_owned(), agent: 17, dead: false, at: 99 * S }];
+    breaks(&ids, Invariant::I17, "repetitions of hook h were accepted as 1f and 4f");
+    ids.hooks.pop();
+    ids.deliveries[0].id = "2f".to_owned();
+    breaks(&ids, Invariant::I17, "hook h for agent 17 was accepted as 1f and was delivered as 2f only");
 }
