@@ -3,7 +3,9 @@
 //! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms,
 //! and an upgraded connection of the pod `x-ID` returns each byte. `POST …/e-ID`, `…/h-ID` and `…/t-ID` do
 //! the same as the first, and pause for [`PAUSE`] before the head, in the middle of the body, and before its
-//! end. The log of the pod `f-ID` has no end.
+//! end. The log of the pod `f-ID` has no end. A Service of it [receives webhooks](receiver).
+
+mod receiver;
 
 use std::{convert::Infallible, time::Duration};
 
@@ -25,6 +27,8 @@ use tokio::{
     time::sleep,
 };
 
+pub(crate) use self::receiver::Letter;
+use self::receiver::Receiver;
 use crate::{
     frames,
     hash::Counted,
@@ -48,15 +52,17 @@ pub(crate) async fn listen() -> Result<TcpListener> {
 /// Serves until it is dropped.
 pub(crate) async fn serve(listener: TcpListener, agent: i64, work: Duration, recorder: Recorder) {
     let mut connections = JoinSet::new();
+    let receiver = Receiver::new(agent, recorder.clone());
     loop {
         let Ok((stream, _)) = listener.accept().await else {
             // Out of descriptors: some will be free again.
             sleep(EVENT).await;
             continue;
         };
-        let recorder = recorder.clone();
+        let (recorder, receiver) = (recorder.clone(), receiver.clone());
         connections.spawn(async move {
-            let service = service_fn(|request| respond(request, agent, work, recorder.clone()));
+            let service =
+                service_fn(|request| respond(request, agent, work, recorder.clone(), receiver.clone()));
             let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
             // The client may cut it at any time.
             let _ = connection.with_upgrades().await;
@@ -78,6 +84,7 @@ async fn respond(
     agent: i64,
     work: Duration,
     recorder: Recorder,
+    receiver: Receiver,
 ) -> Result<Response<Body>, Infallible> {
     recorder.search_headers(request.headers());
     recorder.search(request.uri().to_string().as_bytes());
@@ -114,6 +121,9 @@ async fn respond(
         if let (&Method::POST, Some(id)) = (request.method(), id(request.uri(), mark)) {
             return Ok(paused(request, mark, recorder.begin(id, agent)).await);
         }
+    }
+    if request.uri().path() == receiver::PATH {
+        return Ok(receiver.receive(request).await);
     }
     if id(request.uri(), "/pods/f-").is_some() {
         let pieces = futures_util::stream::repeat_with(|| Ok(Frame::data(Bytes::from_static(PIECE))));

@@ -62,7 +62,7 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S55" | "S57" => {
+        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S51" | "S55" | "S57" => {
             vec![one(&NOT_UNKNOWN, Some(failed)), idempotent]
         }
         "S18" => {

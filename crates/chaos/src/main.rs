@@ -12,6 +12,7 @@ mod cluster_server;
 mod faults;
 mod frames;
 mod hash;
+mod hooks;
 mod judge;
 mod load;
 mod measure;

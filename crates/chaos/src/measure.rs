@@ -175,6 +175,14 @@ pub(crate) const T_STALE: Row = times(
     "",
     "the first apply of a newer commit by another planner to the arrival of each apply of an older one, by the API server's clock; 0: none came. A fence is written each 10 s, and holds for 12 s",
 );
+/// SIGKILL of the home of a hook to its delivery by another replica.
+pub(crate) const T_HOOK: Row = times(
+    "T_hook",
+    1_000.0,
+    5_000.0,
+    "",
+    "SIGKILL of the home that delivers a hook to the first look, each 50 ms, at which its new home has delivered it",
+);
 pub(crate) const T_STORM: Row = times(
     "T_storm",
     10_000.0,

@@ -187,16 +187,16 @@ impl Run {
         let all: Vec<usize> = (0..setup.replicas).collect();
         let doors = all.iter().map(|n| {
             let wires = outside.doorways.get(*n);
-            let straight = (mesh.api(*n).ip(), KUBERNETES).into();
-            Door {
-                name: mesh.private(*n).to_string(),
-                api: wires.map_or(mesh.api(*n), |wires| wires.api.address()),
-                kubernetes: wires.map_or(straight, |wires| wires.kubernetes.address()),
-            }
+            let straight = [mesh.api(*n), (mesh.api(*n).ip(), KUBERNETES).into()];
+            let through = wires.map(|wires| [wires.api.address(), wires.kubernetes.address()]);
+            let [api, kubernetes] = through.unwrap_or(straight);
+            Door { name: mesh.private(*n).to_string(), api, kubernetes }
         });
         let client = Client::new(doors.collect(), mesh.api_secret().to_vec(), user.clone());
         let guest = client.other(mesh.api_secret().to_vec(), guest);
-        std::fs::write(folder.path().join("forbidden"), [user.as_str(), &client.token()].join("\n"))?;
+        let mut forbidden = vec![user.clone(), client.token()];
+        forbidden.extend(outside.hooks.as_ref().map(|hooks| hooks.key().to_owned()));
+        std::fs::write(folder.path().join("forbidden"), forbidden.join("\n"))?;
         let history = Shared::default();
         history.lock().header = history::Header {
             scenario: name.to_owned(),

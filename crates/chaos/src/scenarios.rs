@@ -2,6 +2,7 @@
 
 mod clock;
 mod failures;
+mod hooks;
 mod kills;
 mod limits;
 mod network;
@@ -61,6 +62,9 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
             wanted: Wanted { gitlab: true, ..Wanted::default() },
             ..setup
         },
+        "S51" => {
+            Setup { more_agents: hooks::AWAY, wanted: Wanted { hooks: true, ..Wanted::default() }, ..setup }
+        }
         "S52" | "S55" | "S56" => {
             Setup { more_agents: 1, wanted: Wanted { manifests: true, ..Wanted::default() }, ..setup }
         }
@@ -146,6 +150,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S45" => strangers::without_secret(run).await,
         "S46" => limits::abused(run).await,
         "S48" => soak::soak(run).await,
+        "S51" => hooks::in_each_step(run).await,
         "S52" => planner::home_paused(run).await,
         "S55" => planner::home_killed(run).await,
         "S56" => planner::two_homes(run).await,

@@ -447,6 +447,12 @@ pub(crate) const ALL: &[Scenario] = &[
     )
     .slow(),
     row(
+        "S51",
+        "SIGKILL in each step of a webhook: at the edge, at the home before its copy, when it is copied, while it is delivered, when it is delivered and the other holder is not told; others come meanwhile, also for agents that are away",
+        "I17; T_hook; failures of other requests are unknown only",
+        false,
+    ),
+    row(
         "S52",
         "SIGSTOP of the replica that plans for an agent with a real cluster, in the middle of a sync, for 1 and 18 s (full: 1, 5, 18 and 30 s)",
         "I18; the last commit is in the cluster at the end, and nothing else; T_stale",

@@ -3,6 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
+    sync::Arc,
 };
 
 use anyhow::{Context as _, Result};
@@ -23,7 +24,7 @@ use super::{
     sentinel::{GROUP, Group},
     wire::{BRIDGE, Toxics, Wire},
 };
-use crate::table::Tracker;
+use crate::{hooks::Senders, table::Tracker};
 
 /// How long entries of a replica count that is no longer there, with Redis.
 pub(crate) const TTL: &str = "2s";
@@ -45,6 +46,8 @@ pub(crate) struct Wanted {
     pub(crate) secrets: bool,
     /// A repository of manifests, and a real API server for the last agent.
     pub(crate) manifests: bool,
+    /// Replicas take webhooks for all agents.
+    pub(crate) hooks: bool,
 }
 
 /// The Redis of a run.
@@ -157,6 +160,7 @@ pub(crate) struct Outside {
     pub(crate) names: Option<NameServer>,
     pub(crate) files: Option<Files>,
     pub(crate) manifests: Option<Manifests>,
+    pub(crate) hooks: Option<Arc<Senders>>,
     /// By replica; empty without wires.
     pub(crate) doorways: Vec<Doorway>,
 }
@@ -180,6 +184,7 @@ impl Outside {
         let names = if wanted.dns { Some(Self::names(mesh, replicas).await?) } else { None };
         let files = if wanted.secrets { Some(Files::start(mesh, replicas)?) } else { None };
         let manifests = if wanted.manifests { Some(Manifests::start(mesh, agents).await?) } else { None };
+        let hooks = if wanted.hooks { Some(Arc::new(Senders::start(mesh, replicas, agents)?)) } else { None };
         let mut doorways = Vec::new();
         for n in (0..replicas).filter(|_| wanted.wires) {
             let seed = seed.wrapping_add(n as u64 * 3);
@@ -190,7 +195,7 @@ impl Outside {
                 kubernetes: Wire::to(kubernetes, seed + 2).await?,
             });
         }
-        Ok(Self { store, gitlab, names, files, manifests, doorways })
+        Ok(Self { store, gitlab, names, files, manifests, hooks, doorways })
     }
 
     async fn store(mesh: &mut Mesh, wanted: Wanted, host: usize, seed: u64) -> Result<Store> {
@@ -258,6 +263,10 @@ impl Outside {
 
     pub(crate) fn manifests_mut(&mut self) -> Result<&mut Manifests> {
         self.manifests.as_mut().context("the run has manifests")
+    }
+
+    pub(crate) fn hooks(&self) -> Result<Arc<Senders>> {
+        self.hooks.clone().context("the run has hooks")
     }
 
     pub(crate) fn files_of(&self) -> Result<&Files> {

@@ -14,6 +14,7 @@ use super::{LONG, Run, Setup, Swarm};
 use crate::{
     auditing::{self, Audited},
     clock::{self, millis},
+    hooks,
     measure::{DISAGREED, Measured},
     observer::look,
     outsiders,
@@ -62,6 +63,12 @@ impl Run {
         self.agreed().await?;
         self.observer.stop().await;
         self.compare().await?;
+        if self.outside.hooks.is_some() {
+            let running = self.mesh.running();
+            let caller = self.mesh.caller(*running.first().context("a replica runs")?).await?;
+            let kept = hooks::kept(&caller, 1..=self.setup.agents + self.setup.more_agents).await?;
+            self.history.lock().kept.extend(kept);
+        }
         let mut recorded = Vec::new();
         for swarm in self.swarms.iter_mut().filter_map(Option::take) {
             recorded.push(ended(swarm).await?);
@@ -288,5 +295,6 @@ pub(super) fn add(history: &mut History, names: &mut HashMap<String, u64>, more:
     history.runs.extend(more.history.runs);
     history.presences.extend(more.history.presences);
     history.searches.extend(more.history.searches);
+    history.deliveries.extend(more.history.deliveries);
     names.extend(more.names);
 }
