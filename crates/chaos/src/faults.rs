@@ -3,6 +3,7 @@
 
 pub(crate) mod certificates;
 pub(crate) mod clock;
+pub(crate) mod cluster;
 pub(crate) mod dns;
 pub(crate) mod manifests;
 pub(crate) mod outside;

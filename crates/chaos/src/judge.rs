@@ -62,7 +62,7 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S51" | "S55" | "S57" => {
+        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S49" | "S51" | "S55" | "S57" => {
             vec![one(&NOT_UNKNOWN, Some(failed)), idempotent]
         }
         "S18" => {
@@ -71,7 +71,8 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
             remote.values.extend(times.map(|(_, time)| millis(time)));
             vec![one(&SUCCESS_ALL, totals.success()), remote]
         }
-        "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45" => {
+        "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45"
+        | "S50" => {
             vec![one(&SUCCESS_ALL, totals.success())]
         }
         "S21" | "S21b" | "S24" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],

@@ -27,6 +27,7 @@ mod slope;
 mod swarm;
 mod table;
 mod timeline;
+mod viewer;
 
 use std::{
     io::Write as _,

@@ -175,6 +175,22 @@ pub(crate) const T_STALE: Row = times(
     "",
     "the first apply of a newer commit by another planner to the arrival of each apply of an older one, by the API server's clock; 0: none came. A fence is written each 10 s, and holds for 12 s",
 );
+/// SIGKILL of the replica of a viewer to rows through another one.
+pub(crate) const T_VIEW: Row = times(
+    "T_view",
+    1_000.0,
+    5_000.0,
+    "",
+    "SIGKILL of the replica that clients watch a view through to the first row of each through another one, asked at once",
+);
+/// The end of a fault to live rows.
+pub(crate) const T_LIVE: Row = times(
+    "T_live",
+    10_000.0,
+    35_000.0,
+    "",
+    "the API server can be reached again to the first look, each 50 ms, at which all viewers are told that rows are live; a watch that broke is tried again after 1 s, doubled up to 30 s",
+);
 /// SIGKILL of the home of a hook to its delivery by another replica.
 pub(crate) const T_HOOK: Row = times(
     "T_hook",

@@ -17,6 +17,7 @@ mod restarts;
 mod soak;
 mod strangers;
 mod upgrade;
+mod views;
 mod wires;
 
 use std::time::Duration;
@@ -62,6 +63,9 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
             wanted: Wanted { gitlab: true, ..Wanted::default() },
             ..setup
         },
+        "S49" | "S50" => {
+            Setup { more_agents: 1, wanted: Wanted { cluster: true, ..Wanted::default() }, ..setup }
+        }
         "S51" => {
             Setup { more_agents: hooks::AWAY, wanted: Wanted { hooks: true, ..Wanted::default() }, ..setup }
         }
@@ -150,6 +154,8 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S45" => strangers::without_secret(run).await,
         "S46" => limits::abused(run).await,
         "S48" => soak::soak(run).await,
+        "S49" => views::edge_killed(run).await,
+        "S50" => views::watch_broken(run).await,
         "S51" => hooks::in_each_step(run).await,
         "S52" => planner::home_paused(run).await,
         "S55" => planner::home_killed(run).await,

@@ -53,6 +53,8 @@ pub(crate) enum Need {
 
 const TC: Need = Need::Program("tc", "iproute2");
 const IPTABLES: Need = Need::Program("iptables", "iptables");
+/// What scenarios of a real cluster need.
+const CLUSTER: &[Need] = &[Need::ApiServer];
 /// What scenarios of planners need.
 const PLANNER: &[Need] = &[Need::ApiServer, Need::Program("git", "git")];
 
@@ -446,6 +448,20 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     )
     .slow(),
+    row(
+        "S49",
+        "SIGKILL of the replica through which six clients watch views of a real cluster, 3 times (full: 15), while pods and deployments change",
+        "I16 after each, T_view; failures of other requests are unknown only",
+        false,
+    )
+    .needs(CLUSTER),
+    row(
+        "S50",
+        "watches of a real cluster end with 410 after its history is forgotten, are slow, break with the API server, are cut from agentk (full: also agentk from all replicas, and resets)",
+        "rows are not called live meanwhile; I16 after each; T_live; all other requests succeed",
+        false,
+    )
+    .needs(CLUSTER),
     row(
         "S51",
         "SIGKILL in each step of a webhook: at the edge, at the home before its copy, when it is copied, while it is delivered, when it is delivered and the other holder is not told; others come meanwhile, also for agents that are away",

@@ -23,6 +23,7 @@ mod servers;
 
 use std::{
     fs,
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -48,7 +49,9 @@ pub use self::{
 use self::{
     client::Client,
     keys::Keys,
-    servers::{Host, NotStarted, Process, log_file, start_api_server, start_etcd, start_on_free_port},
+    servers::{
+        Host, NotStarted, Process, compact, log_file, start_api_server, start_etcd, start_on_free_port,
+    },
 };
 
 /// How long a server may take to become ready. It takes about 3 s on two idle cores; the rest is for a
@@ -293,6 +296,30 @@ impl Kubernetes {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// Makes the store forget every change up to now. The API server remembers the last ones itself, until it
+    /// is restarted: a watch that goes on from before gets 410 then.
+    ///
+    /// # Errors
+    ///
+    /// When etcd does not answer, or refuses.
+    pub async fn forget_history(&self) -> Result<()> {
+        compact(self.etcd_port).await
+    }
+
+    /// Writes a kubeconfig of the [administrator](Self::admin_kubeconfig) for clients that reach the API
+    /// server at another address of loopback.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be written.
+    pub fn kubeconfig_at(&self, address: SocketAddr) -> Result<PathBuf> {
+        let path = self.admin_kubeconfig();
+        let config = fs::read_to_string(&path)?.replace(&self.server(), &format!("https://{address}"));
+        let path = path.with_extension(address.port().to_string());
+        fs::write(&path, config).with_context(|| format!("could not write {}", path.display()))?;
+        Ok(path)
     }
 
     fn kubeconfig(&self, name: &str) -> PathBuf {

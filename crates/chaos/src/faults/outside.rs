@@ -19,6 +19,7 @@ use testkit::{
 
 use super::{
     certificates::{Authority, trust},
+    cluster::Cluster,
     dns::{Answer, NameServer},
     manifests::Manifests,
     sentinel::{GROUP, Group},
@@ -46,6 +47,8 @@ pub(crate) struct Wanted {
     pub(crate) secrets: bool,
     /// A repository of manifests, and a real API server for the last agent.
     pub(crate) manifests: bool,
+    /// A real API server for the last agent, behind wires.
+    pub(crate) cluster: bool,
     /// Replicas take webhooks for all agents.
     pub(crate) hooks: bool,
 }
@@ -160,6 +163,7 @@ pub(crate) struct Outside {
     pub(crate) names: Option<NameServer>,
     pub(crate) files: Option<Files>,
     pub(crate) manifests: Option<Manifests>,
+    pub(crate) cluster: Option<Cluster>,
     pub(crate) hooks: Option<Arc<Senders>>,
     /// By replica; empty without wires.
     pub(crate) doorways: Vec<Doorway>,
@@ -184,6 +188,8 @@ impl Outside {
         let names = if wanted.dns { Some(Self::names(mesh, replicas).await?) } else { None };
         let files = if wanted.secrets { Some(Files::start(mesh, replicas)?) } else { None };
         let manifests = if wanted.manifests { Some(Manifests::start(mesh, agents).await?) } else { None };
+        let cluster =
+            if wanted.cluster { Some(Cluster::start(mesh, replicas, agents, seed).await?) } else { None };
         let hooks = if wanted.hooks { Some(Arc::new(Senders::start(mesh, replicas, agents)?)) } else { None };
         let mut doorways = Vec::new();
         for n in (0..replicas).filter(|_| wanted.wires) {
@@ -195,7 +201,7 @@ impl Outside {
                 kubernetes: Wire::to(kubernetes, seed + 2).await?,
             });
         }
-        Ok(Self { store, gitlab, names, files, manifests, hooks, doorways })
+        Ok(Self { store, gitlab, names, files, manifests, cluster, hooks, doorways })
     }
 
     async fn store(mesh: &mut Mesh, wanted: Wanted, host: usize, seed: u64) -> Result<Store> {
@@ -263,6 +269,14 @@ impl Outside {
 
     pub(crate) fn manifests_mut(&mut self) -> Result<&mut Manifests> {
         self.manifests.as_mut().context("the run has manifests")
+    }
+
+    pub(crate) fn cluster(&self) -> Result<&Cluster> {
+        self.cluster.as_ref().context("the run has a cluster")
+    }
+
+    pub(crate) fn cluster_mut(&mut self) -> Result<&mut Cluster> {
+        self.cluster.as_mut().context("the run has a cluster")
     }
 
     pub(crate) fn hooks(&self) -> Result<Arc<Senders>> {

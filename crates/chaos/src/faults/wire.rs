@@ -81,7 +81,8 @@ impl Wire {
         Self::at((BRIDGE, 0).into(), server, seed).await
     }
 
-    async fn at(address: SocketAddr, server: SocketAddr, seed: u64) -> Result<Self> {
+    /// As [`to`](Self::to), at this address.
+    pub(crate) async fn at(address: SocketAddr, server: SocketAddr, seed: u64) -> Result<Self> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
         let toxics = Arc::new(watch::Sender::new(Toxics::default()));

@@ -21,6 +21,9 @@ use tokio_rustls::TlsConnector;
 
 use super::{POLL, REQUEST_WITHIN, keys::Keys};
 
+const JSON: &str = "application/json";
+const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
+
 /// Talks to the API server as administrator.
 pub(super) struct Client {
     pub(super) address: SocketAddr,
@@ -100,39 +103,66 @@ impl Reader {
     ///
     /// As of [`get`](Self::get).
     pub async fn bytes(&self, path: &str) -> Result<Bytes> {
-        let (status, body) = self.0.send(Method::GET, path, Bytes::new()).await?;
+        self.get_as(path, JSON).await
+    }
+
+    /// Reads a list as the table that `kubectl get` shows.
+    ///
+    /// # Errors
+    ///
+    /// As of [`get`](Self::get).
+    pub async fn table(&self, path: &str) -> Result<Value> {
+        Ok(serde_json::from_slice(&self.get_as(path, TABLE).await?)?)
+    }
+
+    async fn get_as(&self, path: &str, wanted: &str) -> Result<Bytes> {
+        let (status, body) = self.0.send_as(Method::GET, path, Bytes::new(), (JSON, wanted)).await?;
         ensure!(status == StatusCode::OK, "GET {path}: {status}: {}", String::from_utf8_lossy(&body));
         Ok(body)
     }
 }
 
-/// Changes objects as administrator, over one connection.
+/// Writes objects as administrator, over one connection.
 pub struct Writer(Connection);
 
 impl Writer {
-    /// Patches what is at a path, as `application/merge-patch+json`. Returns the object as it is now.
+    /// Creates an object.
     ///
     /// # Errors
     ///
     /// When the API server cannot be reached, or refuses it.
-    pub async fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
-        let (kind, body) = ("application/merge-patch+json", patch.to_string().into());
-        let (status, body) = self.0.send_as(Method::PATCH, path, kind, body).await?;
-        ensure!(status == StatusCode::OK, "PATCH {path}: {status}: {}", String::from_utf8_lossy(&body));
-        Ok(serde_json::from_slice(&body)?)
+    pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
+        self.0.create(path, object).await
+    }
+
+    /// Changes these fields of an object, or of its status if the path ends so.
+    ///
+    /// # Errors
+    ///
+    /// As of [`create`](Self::create).
+    pub async fn merge(&self, path: &str, fields: &Value) -> Result<()> {
+        const PATCH: &str = "application/merge-patch+json";
+        let body = fields.to_string().into();
+        let (status, body) = self.0.send_as(Method::PATCH, path, body, (PATCH, JSON)).await?;
+        ensure!(status.is_success(), "PATCH {path}: {status}: {}", String::from_utf8_lossy(&body));
+        Ok(())
+    }
+
+    /// Deletes an object at once. There may be none.
+    ///
+    /// # Errors
+    ///
+    /// As of [`create`](Self::create).
+    pub async fn delete(&self, path: &str) -> Result<()> {
+        let body = Bytes::from_static(br#"{"gracePeriodSeconds":0,"propagationPolicy":"Background"}"#);
+        let (status, body) = self.0.send(Method::DELETE, path, body).await?;
+        let is_gone = status.is_success() || status == StatusCode::NOT_FOUND;
+        ensure!(is_gone, "DELETE {path}: {status}: {}", String::from_utf8_lossy(&body));
+        Ok(())
     }
 }
 
 impl super::Kubernetes {
-    /// Connects a client that changes objects.
-    ///
-    /// # Errors
-    ///
-    /// When the API server cannot be reached.
-    pub async fn writer(&self) -> Result<Writer> {
-        self.client.connect().await.map(Writer)
-    }
-
     /// Connects a client that only reads.
     ///
     /// # Errors
@@ -141,25 +171,35 @@ impl super::Kubernetes {
     pub async fn reader(&self) -> Result<Reader> {
         self.client.connect().await.map(Reader)
     }
+
+    /// Connects a client that writes.
+    ///
+    /// # Errors
+    ///
+    /// When the API server cannot be reached.
+    pub async fn writer(&self) -> Result<Writer> {
+        self.client.connect().await.map(Writer)
+    }
 }
 
 impl Connection {
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
-        self.send_as(method, path, "application/json", body).await
+        self.send_as(method, path, body, (JSON, JSON)).await
     }
 
+    /// Sends a request whose body is of the first type. The answer is to be of the second.
     async fn send_as(
         &self,
         method: Method,
         path: &str,
-        kind: &str,
         body: Bytes,
+        (sent, wanted): (&str, &str),
     ) -> Result<(StatusCode, Bytes)> {
         let request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.server))
-            .header(http::header::CONTENT_TYPE, kind)
-            .header(http::header::ACCEPT, "application/json")
+            .header(http::header::CONTENT_TYPE, sent)
+            .header(http::header::ACCEPT, wanted)
             .body(Full::new(body))?;
         let mut sender = self.sender.clone();
         let exchange = async {

@@ -11,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow};
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -110,6 +111,31 @@ async fn etcd_is_healthy(port: u16) -> bool {
         io::Result::Ok(answer.contains(r#""health":"true""#))
     };
     matches!(timeout(Duration::from_secs(5), ask).await, Ok(Ok(true)))
+}
+
+/// Makes etcd forget every change up to now.
+pub(super) async fn compact(port: u16) -> Result<()> {
+    let told = ask_etcd(port, "/v3/maintenance/status", &json!({})).await?;
+    let revision = told["header"]["revision"].as_str().context("etcd tells its revision")?.to_owned();
+    ask_etcd(port, "/v3/kv/compaction", &json!({ "revision": revision, "physical": true })).await?;
+    Ok(())
+}
+
+async fn ask_etcd(port: u16, path: &str, question: &Value) -> Result<Value> {
+    let body = question.to_string();
+    let ask = async {
+        let mut connection = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
+        let head = format!("POST {path} HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len());
+        connection.write_all(format!("{head}{body}").as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        io::Result::Ok(answer)
+    };
+    let answer = timeout(Duration::from_secs(10), ask).await.context("etcd did not answer")??;
+    let (head, body) = answer.split_once("\r\n\r\n").context("etcd answers with a head and a body")?;
+    let is_ok = head.lines().next().is_some_and(|line| line.contains(" 200 "));
+    anyhow::ensure!(is_ok, "etcd refuses {path}: {answer}");
+    Ok(serde_json::from_str(body)?)
 }
 
 pub(super) async fn start_api_server(
