@@ -124,6 +124,9 @@ pub(crate) struct SwarmArgs {
     /// File with texts that must not reach an agent, one per line
     #[arg(long)]
     pub(crate) forbidden: Option<PathBuf>,
+    /// File that says which clusters answer nothing; without it, or while there is none, none does
+    #[arg(long)]
+    pub(crate) hangs: Option<PathBuf>,
     /// Where the history is written
     #[arg(long)]
     pub(crate) history: PathBuf,

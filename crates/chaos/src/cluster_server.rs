@@ -3,8 +3,10 @@
 //! `POST …/c-ID` returns what it was sent, a watch of the object `w-ID` gets a numbered event each 100 ms,
 //! and an upgraded connection of the pod `x-ID` returns each byte. `POST …/e-ID`, `…/h-ID` and `…/t-ID` do
 //! the same as the first, and pause for [`PAUSE`] before the head, in the middle of the body, and before its
-//! end. The log of the pod `f-ID` has no end. A Service of it [receives webhooks](receiver).
+//! end. The log of the pod `f-ID` has no end. A Service of it [receives webhooks](receiver),
+//! and [the fleet](fleet) asks for pods and metrics.
 
+mod fleet;
 mod receiver;
 
 use std::{convert::Infallible, time::Duration};
@@ -22,13 +24,16 @@ use hyper_util::rt::TokioIo;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpListener,
-    sync::mpsc,
+    sync::{mpsc, watch},
     task::JoinSet,
     time::sleep,
 };
 
-pub(crate) use self::receiver::Letter;
 use self::receiver::Receiver;
+pub(crate) use self::{
+    fleet::{COUNT, Hang, Hangs, SERIES, follow},
+    receiver::Letter,
+};
 use crate::{
     frames,
     hash::Counted,
@@ -50,7 +55,13 @@ pub(crate) async fn listen() -> Result<TcpListener> {
 }
 
 /// Serves until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, agent: i64, work: Duration, recorder: Recorder) {
+pub(crate) async fn serve(
+    listener: TcpListener,
+    agent: i64,
+    work: Duration,
+    recorder: Recorder,
+    hangs: watch::Receiver<Hangs>,
+) {
     let mut connections = JoinSet::new();
     let receiver = Receiver::new(agent, recorder.clone());
     loop {
@@ -59,10 +70,15 @@ pub(crate) async fn serve(listener: TcpListener, agent: i64, work: Duration, rec
             sleep(EVENT).await;
             continue;
         };
-        let (recorder, receiver) = (recorder.clone(), receiver.clone());
+        let (recorder, receiver, hangs) = (recorder.clone(), receiver.clone(), hangs.clone());
         connections.spawn(async move {
-            let service =
-                service_fn(|request| respond(request, agent, work, recorder.clone(), receiver.clone()));
+            let service = service_fn(|request: Request<Incoming>| {
+                let (recorder, receiver, mut hangs) = (recorder.clone(), receiver.clone(), hangs.clone());
+                async move {
+                    fleet::hung(&mut hangs, agent, request.uri()).await;
+                    respond(request, agent, work, recorder, receiver).await
+                }
+            });
             let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
             // The client may cut it at any time.
             let _ = connection.with_upgrades().await;
@@ -111,7 +127,7 @@ async fn respond(
     }
     if let Some(id) = id(request.uri(), "metadata.name%3Dw-") {
         recorder.named(id, request.headers());
-        return Ok(watch(recorder.begin(id, agent)));
+        return Ok(numbered(recorder.begin(id, agent)));
     }
     if let (&Method::POST, Some(id)) = (request.method(), id(request.uri(), "/c-")) {
         recorder.named(id, request.headers());
@@ -124,6 +140,9 @@ async fn respond(
     }
     if request.uri().path() == receiver::PATH {
         return Ok(receiver.receive(request).await);
+    }
+    if let (&Method::GET, Some(response)) = (request.method(), fleet::answer(request.uri())) {
+        return Ok(response);
     }
     if id(request.uri(), "/pods/f-").is_some() {
         let pieces = futures_util::stream::repeat_with(|| Ok(Frame::data(Bytes::from_static(PIECE))));
@@ -200,7 +219,7 @@ pub(crate) fn event(number: u64) -> String {
     format!("{{\"type\":\"BOOKMARK\",\"object\":{{\"kind\":\"ConfigMap\",\"number\":{number}}}}}\n")
 }
 
-fn watch(running: Running) -> Response<Body> {
+fn numbered(running: Running) -> Response<Body> {
     let (events, receiver) = mpsc::channel::<Bytes>(4);
     tokio::spawn(async move {
         // Held until the client is gone.

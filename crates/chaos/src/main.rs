@@ -10,6 +10,7 @@ mod client;
 mod clock;
 mod cluster_server;
 mod faults;
+mod fleet;
 mod frames;
 mod hash;
 mod hooks;

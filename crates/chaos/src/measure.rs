@@ -191,6 +191,27 @@ pub(crate) const T_LIVE: Row = times(
     "",
     "the API server can be reached again to the first look, each 50 ms, at which all viewers are told that rows are live; a watch that broke is tried again after 1 s, doubled up to 30 s",
 );
+/// How long a question over all agents took while some of them hang.
+pub(crate) const T_ASK: Row = times(
+    "T_ask",
+    500.0,
+    2_000.0,
+    "",
+    "a PromQL question over all agents to its answer, less prometheus.timeout, which hanging agents use up",
+);
+pub(crate) const T_ASK_VIEW: Row = times(
+    "T_ask of a view",
+    31_000.0,
+    33_000.0,
+    "",
+    "a question for a view of all agents, whose rows nobody had, to its end; agents that have not answered within 30 s are not waited for",
+);
+pub(crate) const ASKED_WRONG: Row = counts(
+    "wrong answers",
+    "questions",
+    0.0,
+    "PromQL questions over all agents without an answer, with another value than that of the agents that answer, or with other gaps than those that hang",
+);
 /// SIGKILL of the home of a hook to its delivery by another replica.
 pub(crate) const T_HOOK: Row = times(
     "T_hook",

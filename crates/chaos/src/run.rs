@@ -351,7 +351,7 @@ impl Run {
         let addresses: Vec<String> = addresses.iter().map(|at| format!("grpc://{at}")).collect();
         let number = self.swarms.len();
         let history = self.folder.path().join(format!("swarm-{number}.jsonl"));
-        let arguments = [
+        let mut arguments = vec![
             "swarm".to_owned(),
             format!("--kas={}", addresses.join(",")),
             format!("--first={first}"),
@@ -362,6 +362,9 @@ impl Run {
             format!("--forbidden={}", self.folder.path().join("forbidden").display()),
             format!("--history={}", history.display()),
         ];
+        if let Some(fleet) = &self.outside.fleet {
+            arguments.push(format!("--hangs={}", fleet.file().display()));
+        }
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let program = std::env::current_exe()?;
         let host = self.mesh.network().host(self.setup.replicas + host);

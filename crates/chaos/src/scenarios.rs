@@ -2,6 +2,7 @@
 
 mod clock;
 mod failures;
+mod fleet;
 mod hooks;
 mod kills;
 mod limits;
@@ -68,6 +69,15 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
         }
         "S51" => {
             Setup { more_agents: hooks::AWAY, wanted: Wanted { hooks: true, ..Wanted::default() }, ..setup }
+        }
+        "S53" => {
+            let patience = Duration::from_secs(fleet::PATIENCE[usize::from(!quick)]);
+            Setup {
+                agents: fleet::AGENTS,
+                clusters: fleet::AGENTS,
+                wanted: Wanted { fleet: Some(patience), ..Wanted::default() },
+                ..setup
+            }
         }
         "S52" | "S55" | "S56" => {
             Setup { more_agents: 1, wanted: Wanted { manifests: true, ..Wanted::default() }, ..setup }
@@ -158,6 +168,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S50" => views::watch_broken(run).await,
         "S51" => hooks::in_each_step(run).await,
         "S52" => planner::home_paused(run).await,
+        "S53" => fleet::fifth_hangs(run).await,
         "S55" => planner::home_killed(run).await,
         "S56" => planner::two_homes(run).await,
         "S57" => process::edge_killed(run).await,

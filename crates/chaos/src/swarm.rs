@@ -177,6 +177,11 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
     let mut agents = JoinSet::new();
     let mut servers = JoinSet::new();
     let mut metrics = Vec::new();
+    let hangs = watch::Sender::default();
+    let hanging = hangs.subscribe();
+    if let Some(file) = arguments.hangs.clone() {
+        servers.spawn(async move { match cluster_server::follow(file, hangs).await {} });
+    }
     for agent in arguments.first..arguments.first + arguments.count {
         let token = folder.path().join(format!("token-{agent}"));
         testkit::kas::write_private(&token, &testkit::kas::token(agent))?;
@@ -186,7 +191,8 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         if agent < arguments.clusters {
             let server = cluster_server::listen().await?;
             let address: SocketAddr = server.local_addr()?;
-            servers.spawn(cluster_server::serve(server, agent, work, recorder.clone()));
+            let (recorder, hanging) = (recorder.clone(), hanging.clone());
+            servers.spawn(cluster_server::serve(server, agent, work, recorder, hanging));
             let access =
                 ClusterAccess { kube_server: Some(format!("http://{address}")), ..Default::default() };
             modules.push(Arc::new(KubernetesApi::new(access.connect().await?, "chaos", "none")));

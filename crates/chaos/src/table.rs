@@ -476,6 +476,12 @@ pub(crate) const ALL: &[Scenario] = &[
     )
     .needs(PLANNER),
     row(
+        "S53",
+        "a fifth of the fleet hangs: the API servers of three of 25 agents, and the Prometheus of two more, answer nothing",
+        "PromQL over all agents and a view of all answer in their time, with exactly the hanging agents named; T_ask; all other requests succeed; sizes return to within 5 %",
+        false,
+    ),
+    row(
         "S55",
         "SIGKILL of the replica that plans for an agent with a real cluster, 3 times (full: 12), while commits add, change and remove objects",
         "I18; T_sync; the last commit is in the cluster at the end, and nothing else; failures of other requests are unknown only",

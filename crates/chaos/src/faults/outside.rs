@@ -4,6 +4,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result};
@@ -25,7 +26,7 @@ use super::{
     sentinel::{GROUP, Group},
     wire::{BRIDGE, Toxics, Wire},
 };
-use crate::{hooks::Senders, table::Tracker};
+use crate::{fleet::Fleet, hooks::Senders, table::Tracker};
 
 /// How long entries of a replica count that is no longer there, with Redis.
 pub(crate) const TTL: &str = "2s";
@@ -51,6 +52,8 @@ pub(crate) struct Wanted {
     pub(crate) cluster: bool,
     /// Replicas take webhooks for all agents.
     pub(crate) hooks: bool,
+    /// Clusters of agents have a Prometheus, which may take so long, and can hang.
+    pub(crate) fleet: Option<Duration>,
 }
 
 /// The Redis of a run.
@@ -165,6 +168,7 @@ pub(crate) struct Outside {
     pub(crate) manifests: Option<Manifests>,
     pub(crate) cluster: Option<Cluster>,
     pub(crate) hooks: Option<Arc<Senders>>,
+    pub(crate) fleet: Option<Fleet>,
     /// By replica; empty without wires.
     pub(crate) doorways: Vec<Doorway>,
 }
@@ -191,6 +195,7 @@ impl Outside {
         let cluster =
             if wanted.cluster { Some(Cluster::start(mesh, replicas, agents, seed).await?) } else { None };
         let hooks = if wanted.hooks { Some(Arc::new(Senders::start(mesh, replicas, agents)?)) } else { None };
+        let fleet = wanted.fleet.map(|patience| Fleet::start(mesh, agents, patience)).transpose()?;
         let mut doorways = Vec::new();
         for n in (0..replicas).filter(|_| wanted.wires) {
             let seed = seed.wrapping_add(n as u64 * 3);
@@ -201,7 +206,7 @@ impl Outside {
                 kubernetes: Wire::to(kubernetes, seed + 2).await?,
             });
         }
-        Ok(Self { store, gitlab, names, files, manifests, cluster, hooks, doorways })
+        Ok(Self { store, gitlab, names, files, manifests, cluster, hooks, fleet, doorways })
     }
 
     async fn store(mesh: &mut Mesh, wanted: Wanted, host: usize, seed: u64) -> Result<Store> {
