@@ -10,4 +10,5 @@ pub(crate) mod outside;
 pub(crate) mod packets;
 pub(crate) mod resources;
 pub(crate) mod sentinel;
+pub(crate) mod teller;
 pub(crate) mod wire;

@@ -72,7 +72,7 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
             vec![one(&SUCCESS_ALL, totals.success()), remote]
         }
         "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45"
-        | "S50" | "S53" => {
+        | "S50" | "S53" | "S54" => {
             vec![one(&SUCCESS_ALL, totals.success())]
         }
         "S21" | "S21b" | "S24" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],

@@ -12,6 +12,7 @@ mod packets;
 mod phases;
 mod planner;
 mod process;
+mod proxies;
 mod recovery;
 mod registry;
 mod restarts;
@@ -70,6 +71,7 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
         "S51" => {
             Setup { more_agents: hooks::AWAY, wanted: Wanted { hooks: true, ..Wanted::default() }, ..setup }
         }
+        "S54" => Setup { wanted: Wanted { proxies: true, ..Wanted::default() }, ..setup },
         "S53" => {
             let patience = Duration::from_secs(fleet::PATIENCE[usize::from(!quick)]);
             Setup {
@@ -169,6 +171,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S51" => hooks::in_each_step(run).await,
         "S52" => planner::home_paused(run).await,
         "S53" => fleet::fifth_hangs(run).await,
+        "S54" => proxies::wrong_owner(run).await,
         "S55" => planner::home_killed(run).await,
         "S56" => planner::two_homes(run).await,
         "S57" => process::edge_killed(run).await,

@@ -482,6 +482,13 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     ),
     row(
+        "S54",
+        "nginx asks who holds an agent, and is told another replica, always the same, nobody, no address, an error, nothing, and who held it before each replica left",
+        "all requests succeed, T_heal",
+        false,
+    )
+    .needs(&[Need::Program("nginx", "nginx")]),
+    row(
         "S55",
         "SIGKILL of the replica that plans for an agent with a real cluster, 3 times (full: 12), while commits add, change and remove objects",
         "I18; T_sync; the last commit is in the cluster at the end, and nothing else; failures of other requests are unknown only",

@@ -267,11 +267,38 @@ impl Proxy {
         Self::direct_with(&block, http2, replicas, direct, secret).await
     }
 
-    /// The same with a [`direct_block`], which may have been changed.
+    /// As [`direct`](Self::direct), on loopback of a network namespace, in which the calling thread must be.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn direct_in(
+        namespace: &Path,
+        heading: &str,
+        http2: bool,
+        replicas: &[IpAddr],
+        direct: &[SocketAddr],
+        secret: &str,
+    ) -> Result<Self> {
+        let block = direct_block(heading, replicas.len())?;
+        Self::direct_of(Some(namespace), &block, http2, replicas, direct, secret).await
+    }
+
+    /// As [`direct`](Self::direct) with a [`direct_block`], which may have been changed.
     ///
     /// # Errors
     /// As of [`nginx`](Self::nginx).
     pub async fn direct_with(
+        block: &str,
+        http2: bool,
+        replicas: &[IpAddr],
+        direct: &[SocketAddr],
+        secret: &str,
+    ) -> Result<Self> {
+        Self::direct_of(None, block, http2, replicas, direct, secret).await
+    }
+
+    async fn direct_of(
+        namespace: Option<&Path>,
         block: &str,
         http2: bool,
         replicas: &[IpAddr],
@@ -290,15 +317,20 @@ impl Proxy {
             .map(|line| line.replace("listen 443 ssl http2;", &format!("listen {address}{listen};")))
             .collect();
         let dir = TempDir::with_prefix("nginx-test-")?;
-        Self::nginx_of(dir, [address; 2], &lines.join("\n")).await
+        Self::nginx_of(namespace, dir, [address; 2], &lines.join("\n")).await
     }
 
     async fn nginx_with(dir: TempDir, addresses: [SocketAddr; 2], http: &str, server: &str) -> Result<Self> {
-        Self::nginx_of(dir, addresses, &format!("{http} server {{ {server} }}")).await
+        Self::nginx_of(None, dir, addresses, &format!("{http} server {{ {server} }}")).await
     }
 
     /// Starts nginx with this in its block `http`.
-    async fn nginx_of(dir: TempDir, addresses: [SocketAddr; 2], http: &str) -> Result<Self> {
+    async fn nginx_of(
+        namespace: Option<&Path>,
+        dir: TempDir,
+        addresses: [SocketAddr; 2],
+        http: &str,
+    ) -> Result<Self> {
         let at = path(dir.path())?;
         let temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"];
         let temporary: String =
@@ -311,7 +343,8 @@ impl Proxy {
         let file = dir.path().join("nginx.conf");
         std::fs::write(&file, config)?;
         let program = find("nginx").context("nginx is not installed")?;
-        let process = Process::start("nginx", &program, &["-e", "stderr", "-c", path(&file)?], &[]).await?;
+        let arguments = ["-e", "stderr", "-c", path(&file)?];
+        let process = Process::start_in(namespace, "nginx", &program, &arguments, &[]).await?;
         Self::listening(addresses, process, dir).await
     }
 

@@ -24,6 +24,7 @@ use super::{
     dns::{Answer, NameServer},
     manifests::Manifests,
     sentinel::{GROUP, Group},
+    teller::Told,
     wire::{BRIDGE, Toxics, Wire},
 };
 use crate::{fleet::Fleet, hooks::Senders, table::Tracker};
@@ -52,6 +53,8 @@ pub(crate) struct Wanted {
     pub(crate) cluster: bool,
     /// Replicas take webhooks for all agents.
     pub(crate) hooks: bool,
+    /// Clients reach replicas through nginx, which asks who holds an agent.
+    pub(crate) proxies: bool,
     /// Clusters of agents have a Prometheus, which may take so long, and can hang.
     pub(crate) fleet: Option<Duration>,
 }
@@ -169,6 +172,7 @@ pub(crate) struct Outside {
     pub(crate) cluster: Option<Cluster>,
     pub(crate) hooks: Option<Arc<Senders>>,
     pub(crate) fleet: Option<Fleet>,
+    pub(crate) told: Option<Told>,
     /// By replica; empty without wires.
     pub(crate) doorways: Vec<Doorway>,
 }
@@ -196,6 +200,7 @@ impl Outside {
             if wanted.cluster { Some(Cluster::start(mesh, replicas, agents, seed).await?) } else { None };
         let hooks = if wanted.hooks { Some(Arc::new(Senders::start(mesh, replicas, agents)?)) } else { None };
         let fleet = wanted.fleet.map(|patience| Fleet::start(mesh, agents, patience)).transpose()?;
+        let told = if wanted.proxies { Some(Told::start(mesh).await?) } else { None };
         let mut doorways = Vec::new();
         for n in (0..replicas).filter(|_| wanted.wires) {
             let seed = seed.wrapping_add(n as u64 * 3);
@@ -206,7 +211,7 @@ impl Outside {
                 kubernetes: Wire::to(kubernetes, seed + 2).await?,
             });
         }
-        Ok(Self { store, gitlab, names, files, manifests, cluster, hooks, fleet, doorways })
+        Ok(Self { store, gitlab, names, files, manifests, cluster, hooks, fleet, told, doorways })
     }
 
     async fn store(mesh: &mut Mesh, wanted: Wanted, host: usize, seed: u64) -> Result<Store> {
@@ -274,6 +279,10 @@ impl Outside {
 
     pub(crate) fn manifests_mut(&mut self) -> Result<&mut Manifests> {
         self.manifests.as_mut().context("the run has manifests")
+    }
+
+    pub(crate) fn told(&self) -> Result<&Told> {
+        self.told.as_ref().context("the run has proxies")
     }
 
     pub(crate) fn cluster(&self) -> Result<&Cluster> {
