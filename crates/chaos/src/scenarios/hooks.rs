@@ -178,12 +178,12 @@ async fn strike(run: &mut Run, step: Step, agent: i64) -> Result<usize> {
             run.kill(victim).await?;
             run.heal(cut)?;
             let hook = sent.await?;
+            run.history.lock().hooks.push(hook.clone());
             // Else the cut was noticed, and a third replica has it.
-            if hook.status.is_none() {
+            if !hook.is_accepted() {
                 run.say("its sender has no answer, and repeats it");
+                senders.insist(&run.history, &letter, agent, second).await?;
             }
-            run.history.lock().hooks.push(hook);
-            senders.insist(&run.history, &letter, agent, second).await?;
             Ok(victim)
         }
         Step::Copied => {
@@ -221,7 +221,8 @@ async fn strikes(run: &mut Run, agents: &[i64]) -> Result<()> {
     for _ in 0..if run.quick { 1 } else { 8 } {
         for step in Step::ALL {
             let agent = match step {
-                Step::Copied => away + run.rng.random_range(0..AWAY),
+                // Else it is delivered before it is copied, which is an answer, too.
+                Step::Home | Step::Copied => away + run.rng.random_range(0..AWAY),
                 _ => run.rng.random_range(1..=present),
             };
             let victim = strike(run, step, agent).await?;
