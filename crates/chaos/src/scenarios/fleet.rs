@@ -124,10 +124,11 @@ pub(super) async fn fifth_hangs(run: &mut Run) -> Result<()> {
     sleep(time(run, 3, 10)).await;
     view_of_all(run, [], Duration::from_secs(20)).await?;
     drop(asked);
+    let times = everything.times.lock().clone();
     run.notes.push(format!(
         "Without a fault, {} questions were asked, the slowest took {:.0} ms.",
-        everything.times.lock().len(),
-        everything.times.lock().iter().copied().fold(0.0, f64::max)
+        times.len(),
+        times.iter().copied().fold(0.0, f64::max)
     ));
     let mistakes = everything.wrong.lock().clone();
     ensure!(mistakes.is_empty(), "before the fault: {}", mistakes.join("; "));
