@@ -414,10 +414,6 @@ impl Kas {
             }),
             tracker: Arc::clone(&tracker),
             identity: Arc::clone(&identity),
-            namespaces: {
-                let sync = Arc::clone(&sync);
-                Box::new(move |agent| sync.namespaces_of(agent))
-            },
             files: Arc::clone(&files) as _,
             me: replica.id.clone(),
             metrics: view_metrics,

@@ -75,7 +75,7 @@ pub(crate) use self::{
     tally::{Counts, Tally},
 };
 use crate::{
-    agent_files::Files,
+    agent_files::{AgentFile, Files, Unknown},
     connected::{connected, unanswered_replica},
 };
 
@@ -133,8 +133,7 @@ pub(crate) struct HubParts {
     pub(crate) sources: Arc<dyn Sources>,
     pub(crate) tracker: Arc<dyn Tracker>,
     pub(crate) identity: Arc<dyn Identity>,
-    pub(crate) namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
-    /// Know the labels of agents.
+    /// Know the labels of agents, and the only namespaces that they may read.
     pub(crate) files: Arc<dyn Files>,
     /// This replica.
     pub(crate) me: ReplicaId,
@@ -149,8 +148,6 @@ pub struct Hub {
     sources: Arc<dyn Sources>,
     tracker: Arc<dyn Tracker>,
     identity: Arc<dyn Identity>,
-    /// The only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or not known here.
-    namespaces: Box<dyn Fn(AgentId) -> Vec<String> + Send + Sync>,
     files: Arc<dyn Files>,
     me: ReplicaId,
     /// Tells this process from others of the same name.
@@ -216,18 +213,7 @@ pub(crate) struct Selected {
 impl Hub {
     /// Nothing is read yet.
     pub(crate) fn new(parts: HubParts) -> Arc<Self> {
-        let HubParts {
-            settings,
-            definitions,
-            sources,
-            tracker,
-            identity,
-            namespaces,
-            files,
-            me,
-            metrics,
-            phase,
-        } = parts;
+        let HubParts { settings, definitions, sources, tracker, identity, files, me, metrics, phase } = parts;
         let reviews = Reviews::new(Arc::clone(&metrics));
         Arc::new(Self {
             settings,
@@ -235,7 +221,6 @@ impl Hub {
             sources,
             tracker,
             identity,
-            namespaces,
             files,
             me,
             epoch: rand::random(),
@@ -448,6 +433,24 @@ impl Hub {
         Ok((agents.into_values().collect(), all.unanswered.iter().map(unanswered_replica).collect()))
     }
 
+    /// Returns what `kas.yaml` of agents says, also of those whose configuration another replica reads.
+    async fn files_of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
+        let mut files = HashMap::new();
+        for part in agents.chunks(MOST_AGENTS) {
+            files.extend(self.files.of(part).await);
+        }
+        files
+    }
+
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says. Empty: the whole cluster, or that is
+    /// not known.
+    async fn namespaces_of(&self, agent: AgentId) -> Vec<Arc<str>> {
+        match self.files_of(&[agent]).await.remove(&agent) {
+            Some(Ok(file)) => file.namespaces.iter().map(|name| name.as_str().into()).collect(),
+            Some(Err(_)) | None => Vec::new(),
+        }
+    }
+
     /// Leaves out agents whose labels are others than those of a selector. One that is connected and whose
     /// labels are not known has a gap.
     async fn labelled(&self, selector: &Selector, agents: Vec<Selected>) -> Vec<Selected> {
@@ -455,10 +458,7 @@ impl Hub {
             return agents;
         }
         let ids: Vec<AgentId> = agents.iter().map(|agent| agent.id).collect();
-        let mut files = HashMap::new();
-        for part in ids.chunks(MOST_AGENTS) {
-            files.extend(self.files.of(part).await);
-        }
+        let files = self.files_of(&ids).await;
         let means = |agent: Selected| match files.get(&agent.id) {
             Some(Ok(file)) => selector.matches_labels(&file.labels).then_some(agent),
             Some(Err(why)) if agent.connected => Some(Selected { gap: Some(Arc::clone(why)), ..agent }),

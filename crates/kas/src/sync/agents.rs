@@ -47,15 +47,6 @@ impl HeldAgents {
         }
     }
 
-    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file
-    /// is not known here.
-    pub(super) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
-        let agent = self.identity.agent(agent);
-        let file = agent.and_then(|agent| self.configs.kas_yaml(&agent)?.good);
-        let namespaces = file.and_then(|file| file.namespaces.clone());
-        namespaces.map(|names| names.into_iter().collect()).unwrap_or_default()
-    }
-
     /// Returns the agents of this replica with what their `kas.yaml` says, as far as that is known.
     pub(crate) fn files(&self) -> Vec<(Arc<Agent>, KasState)> {
         let held = self.held().into_iter();

@@ -101,12 +101,6 @@ impl SyncService {
         self.planners.totals()
     }
 
-    /// Returns the only namespaces of an agent, as its `kas.yaml` says; empty: the whole cluster, or the file
-    /// is not known here.
-    pub(crate) fn namespaces_of(&self, agent: AgentId) -> Vec<String> {
-        self.held.namespaces_of(agent)
-    }
-
     /// Returns what the home of the agent knows. If none is known, the answer names no replica.
     pub(crate) async fn get(&self, request: &GetSyncRequest) -> Result<GetSyncResponse, Status> {
         let agent = agent(request.agent_id)?;

@@ -240,6 +240,11 @@ impl Director {
                 (None, true) => here.push(agent),
             }
         }
+        if asker.resources.iter().any(|resource| asker.is_limited_by_file(resource)) {
+            // Together, the other replicas are asked once instead of for each agent.
+            let ids: Vec<AgentId> = here.iter().map(|agent| agent.id).collect();
+            asker.hub.files_of(&ids).await;
+        }
         let until = Instant::now() + ALL_WITHIN;
         let of = &asker;
         let mut asking = stream::iter(here)
@@ -421,6 +426,11 @@ impl Asker {
         }
     }
 
+    /// Whether the namespaces of `kas.yaml` count for a resource, because the caller names none.
+    fn is_limited_by_file(&self, resource: &Resource) -> bool {
+        self.question.namespaces.is_empty() && !self.question.view.is_summary() && !is_of_cluster(resource)
+    }
+
     /// Returns where the caller sees a resource, since when that is known, and what is missing.
     async fn ask_resource(
         &self,
@@ -435,8 +445,8 @@ impl Asker {
         };
         // Those of `kas.yaml` are the only ones that the agent can read.
         let mut namespaces = self.question.namespaces.clone();
-        if namespaces.is_empty() && !self.question.view.is_summary() && !is_of_cluster(resource) {
-            namespaces = (self.hub.namespaces)(agent).into_iter().map(Into::into).collect();
+        if self.is_limited_by_file(resource) {
+            namespaces = self.hub.namespaces_of(agent).await;
             // So many watches are more than one of everything, if the agent may have that.
             if namespaces.len() > MOST_NAMESPACES {
                 namespaces.clear();

@@ -10,7 +10,7 @@ use std::{
 
 use grpc::Code;
 use process::lifecycle::Phase;
-use proto::kas::api::v1::{ViewAgent, watch_view_response::Event};
+use proto::kas::api::v1::{ViewAgent, WatchViewRequest, watch_view_response::Event};
 use tokio::time::{Instant, sleep};
 
 use self::world::{Client, Lab, Played};
@@ -267,6 +267,28 @@ async fn labels_choose_agents_and_those_whose_labels_are_not_known_are_told() {
     let synced = client.synced().await.unwrap();
     assert_eq!(client.rows.len(), 1);
     assert_eq!(synced.unanswered.iter().map(|gap| gap.id).collect::<Vec<_>>(), [99]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_the_namespaces_of_the_file_are_read_unless_others_are_named() {
+    let lab = Lab::new(4);
+    lab.worlds[&4].put("shop", "a", "Running", 0);
+    lab.worlds[&4].put("bank", "b", "Running", 0);
+    let names = |client: &Client| client.rows.keys().map(|key| key.2.clone()).collect::<Vec<_>>();
+    let of_agent = |request: &mut WatchViewRequest| request.agents = "id=4".to_owned();
+    let mut all = lab.ask(of_agent);
+    all.synced().await.unwrap();
+    assert_eq!(names(&all), ["a"]);
+    // A caller who may see only these need not name them.
+    let mut some = lab.ask_as(Played::new(&["shop"]), of_agent);
+    some.synced().await.unwrap();
+    assert_eq!(names(&some), ["a"]);
+    let mut named = lab.ask(|request| {
+        of_agent(request);
+        request.namespaces = vec!["bank".to_owned()];
+    });
+    named.synced().await.unwrap();
+    assert_eq!(names(&named), ["b"]);
 }
 
 #[tokio::test(start_paused = true)]

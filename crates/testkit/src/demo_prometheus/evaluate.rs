@@ -98,10 +98,13 @@ fn offset(selector: &VectorSelector) -> Result<f64, String> {
     }
 }
 
+/// A function of samples with their times, and of the begin and end of the range, in seconds.
+type OfRange = fn(&[(f64, f64)], f64, f64) -> Option<f64>;
+
 /// Evaluates a function of a range.
 fn function(played: Played<'_>, call: &Call, time: f64) -> Result<Value, String> {
     let args: Vec<&Expr> = call.args.args.iter().map(|arg| &**arg).collect();
-    let of: fn(&[(f64, f64)], f64, f64) -> Option<f64> = match call.func.name {
+    let of: OfRange = match call.func.name {
         "rate" => |samples, begin, end| Some(increase(samples, begin, end)? / (end - begin)),
         "increase" => increase,
         "avg_over_time" => |samples, _, _| {

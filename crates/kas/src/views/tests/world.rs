@@ -338,7 +338,8 @@ impl Sources for Worlds {
     }
 }
 
-/// Labels of agents: `env` is `prod` of agent 1, not known of agent 3, and `test` of the others.
+/// Files of agents: `env` is `prod` of agent 1, not known of agent 3, and `test` of the others. Agent 4 is
+/// limited to the namespace `shop`.
 struct Labels;
 
 #[async_trait]
@@ -349,7 +350,8 @@ impl Files for Labels {
             number => {
                 let env = if number == 1 { "prod" } else { "test" };
                 let labels = BTreeMap::from([("env".to_owned(), env.to_owned())]);
-                Ok(Arc::new(AgentFile { labels, ..AgentFile::default() }))
+                let namespaces = (number == 4).then(|| "shop".to_owned()).into_iter().collect();
+                Ok(Arc::new(AgentFile { labels, namespaces, ..AgentFile::default() }))
             }
         };
         agents.iter().map(|agent| (*agent, file(agent))).collect()
@@ -451,7 +453,6 @@ impl Lab {
             sources: Arc::new(Worlds(worlds.clone())),
             tracker: Arc::new(tracker.clone()),
             identity: Arc::new(Known(known.collect(), watch::Sender::new(0))),
-            namespaces: Box::new(|_| Vec::new()),
             files: Arc::new(Labels),
             me: replica.id,
             metrics: Arc::new(ViewMetrics::new(&mut Registry::default())),
