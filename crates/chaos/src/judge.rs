@@ -30,8 +30,8 @@ pub(crate) fn whole(id: &str, history: &History) -> Vec<Measured> {
     all
 }
 
-/// How many requests failed although no fault lasted while they did, nor had ended just before, and all replicas
-/// that had been started were running.
+/// How many requests failed although no fault lasted while they did, nor had ended just before, and all
+/// replicas that had been started were running.
 fn calm(history: &History) -> u32 {
     let faults = history.faults.iter().map(|fault| (fault.from, fault.to));
     let down = history.lives.iter().filter_map(|life| {

@@ -209,7 +209,7 @@ async fn one(
     let default = if scenario.id == "S48" { 60 } else { 10 };
     let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(default));
     let lengths = (length, arguments.restarts);
-    let started = Run::start(&name, tracker, seed, setup, quick, lengths, &commit).await;
+    let started = Box::pin(Run::start(&name, tracker, seed, setup, quick, lengths, &commit)).await;
     let mut run = match started {
         Ok(run) => run,
         Err(error) => {

@@ -105,6 +105,7 @@ impl Budget {
 
     fn give(&self, bytes: usize) {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.changed(bytes, false);
         if let Some(within) = &self.within {
             within.give(bytes);
         }

@@ -328,6 +328,7 @@ mod tests {
                 HeaderValue::from_static("id"),
                 &HeaderValue::from_static("gitlab-kas/v/c"),
             );
+            sandbox(&mut headers);
             headers
         };
         let headers = completed(None);

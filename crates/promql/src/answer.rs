@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::{
-    Leaf, Room, Times,
+    AnswerError, Leaf, ResultType, Room, Times,
     json::{elements, entries, invalid},
     labels::{AgentLabels, Kept, Labels, attach},
     room::Taken,
@@ -20,42 +20,6 @@ const LONGEST_TEXT: usize = 1_000;
 const MOST_LABELS: usize = 1_000;
 /// Labels of a series that count as one series more.
 const LABELS_OF_ONE: usize = 32;
-
-/// Why an answer cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum AnswerError {
-    /// The server has refused the question, with its text.
-    #[error("{0}")]
-    Refused(String),
-    /// It is no answer of Prometheus to this question.
-    #[error("its answer is none of Prometheus: {0}")]
-    Invalid(String),
-    /// The answers to the question have more series, or more texts, than so many.
-    #[error("the answers have more than {0} series or texts")]
-    TooMany(usize),
-}
-
-/// The form of a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[allow(missing_docs)]
-pub enum ResultType {
-    Vector,
-    Matrix,
-    Scalar,
-    String,
-}
-
-impl ResultType {
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::Vector => "vector",
-            Self::Matrix => "matrix",
-            Self::Scalar => "scalar",
-            Self::String => "string",
-        }
-    }
-}
 
 /// What a server answered to a question.
 #[derive(Debug)]

@@ -10,6 +10,7 @@
 //! they are parsed.
 
 mod answer;
+mod error;
 mod guard;
 mod json;
 mod labels;
@@ -17,17 +18,20 @@ pub mod lists;
 mod merge;
 mod plan;
 mod refused;
+mod result_type;
 mod room;
 mod scope;
 mod syntax;
 mod times;
 
 pub use self::{
-    answer::{Answer, AnswerError, ResultType},
+    answer::Answer,
+    error::AnswerError,
     labels::{AGENT, AGENT_NAME, AgentLabels, own, shown},
     merge::{Answers, Data},
     plan::{Aggregation, Between, Leaf, Merged, Operator, Plan, Selection},
     refused::{Kind, Refused},
+    result_type::ResultType,
     room::Room,
     scope::Scope,
     times::Times,

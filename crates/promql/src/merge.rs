@@ -4,8 +4,8 @@ mod aggregate;
 mod between;
 
 use crate::{
-    AnswerError, Refused, Times,
-    answer::{Answer, Points, ResultType, Series, Writer},
+    AnswerError, Refused, ResultType, Times,
+    answer::{Answer, Points, Series, Writer},
     labels::{AgentLabels, Labels},
     plan::{Leaf, Merge, Merged, Plan},
 };

@@ -174,31 +174,26 @@ async fn start_agents(
     for agent in 1..=AGENTS {
         processes.agents.push(teams.start(agent, &processes.replicas)?);
     }
-    let wanted = processes.replicas.len() * AGENTS;
-    let mut seen = std::collections::BTreeMap::new();
+    let mut seen = std::collections::BTreeSet::new();
     let mut times = Vec::new();
     let all = async {
-        let mut connections = 0;
-        while connections < wanted {
+        while times.len() < AGENTS {
             let Ok(agent) = timeout_at(began + WITHIN, watch.connected()).await else {
-                anyhow::bail!("{connections} of {wanted} connections after {WITHIN:?}")
+                anyhow::bail!("{} of {AGENTS} agents are connected after {WITHIN:?}", times.len())
             };
-            let agent = agent?;
-            if seen.insert(agent.id, ()).is_none() {
+            if seen.insert(agent?.id) {
                 times.push(began.elapsed());
             }
-            connections += 1;
         }
         anyhow::Ok(())
     };
     processes.guard(all).await?;
-    ensure!(times.len() == AGENTS, "{} of {AGENTS} agents are connected", times.len());
     step.took();
     step.fact("command", format_args!("agentk --as {} … for agent 7", user(7)));
     let (first, last) =
         (times.first().copied().unwrap_or_default(), times.last().copied().unwrap_or_default());
     step.fact("connected", format_args!("the first after {}, the last after {}", human(first), human(last)));
-    step.fact("each", "has a connection to each of the three replicas");
+    step.fact("each", "connects to two of the three replicas");
     if let (Some(agents), Some(replicas)) = (
         memory(processes.agents.iter().map(Service::id)),
         memory(processes.replicas.iter().map(Replica::pid)),

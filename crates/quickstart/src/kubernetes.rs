@@ -35,8 +35,8 @@ pub(super) fn check() -> Result<()> {
     )
 }
 
-/// Starts the API server, and returns a kubeconfig of its administrator. `objects` is a file with objects that
-/// are created before that.
+/// Starts the API server, and returns a kubeconfig of its administrator. `objects` is a file with objects
+/// that are created before that.
 pub(super) async fn start(
     programs: &Programs,
     dir: &Path,

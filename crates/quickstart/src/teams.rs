@@ -37,7 +37,7 @@ pub(super) struct Teams {
 }
 
 impl Teams {
-    /// Starts the agentk of an agent, which connects to each of the replicas.
+    /// Starts the agentk of an agent, which connects to two of the replicas.
     pub(super) fn start(&self, agent: usize, replicas: &[Replica]) -> Result<Service> {
         let addresses: Vec<String> =
             replicas.iter().map(|replica| format!("grpc://127.0.0.1:{}", replica.ports.agent)).collect();
@@ -49,8 +49,6 @@ impl Teams {
             .arg(token_file(&self.dir, &agent.to_string()))
             .arg("--kubeconfig")
             .arg(&self.kubeconfig)
-            // Instead of two: so each replica knows the kas.yaml of each agent by itself.
-            .args(["--replicas", &replicas.len().to_string()])
             // What it may do is what this service account may.
             .args(["--as", &user(agent)])
             .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])

@@ -154,6 +154,7 @@ impl Browser {
                const watch = new MutationObserver(look);
                const late = setTimeout(() => {{ watch.disconnect(); done(false); }}, {});
                watch.observe(document, {{ subtree: true, childList: true, attributes: true, characterData: true }});
+               document.addEventListener('readystatechange', look);
                look(); }})",
             within.as_millis()
         );

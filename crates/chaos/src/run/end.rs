@@ -128,8 +128,8 @@ impl Run {
         }
     }
 
-    /// Waits until each agent serves as many replicas, as it knows, as hold it, as they know: two ends of the same
-    /// connections, of which neither tells the other. What differs in the end is measured.
+    /// Waits until each agent serves as many replicas, as it knows, as hold it, as they know: two ends of the
+    /// same connections, of which neither tells the other. What differs in the end is measured.
     async fn agreed(&mut self) -> Result<()> {
         let end = Instant::now() + LONG;
         let wrong = loop {

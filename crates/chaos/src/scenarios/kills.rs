@@ -48,7 +48,8 @@ pub(super) async fn killed_under_load(run: &mut Run) -> Result<()> {
     let end = Instant::now() + all;
     while Instant::now() < end {
         let next = Instant::now() + each;
-        // Any of them with the same chance, as a machine that fails: one that came back may hold no agent yet.
+        // Any of them with the same chance, as a machine that fails: one that came back may hold no agent
+        // yet.
         let n = run.rng.random_range(0..run.setup.replicas);
         kill(run, n, single).await?;
         tokio::time::sleep_until(next).await;

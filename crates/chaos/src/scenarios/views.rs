@@ -17,7 +17,8 @@ use crate::{
     viewer::Viewer,
 };
 
-/// Everything that is waited for takes at most this long. Feeds that failed are read again after at most 30 s.
+/// Everything that is waited for takes at most this long. Feeds that failed are read again after at most 30
+/// s.
 const LONG: Duration = Duration::from_secs(60);
 /// The time between two looks.
 const LOOK: Duration = Duration::from_millis(50);

@@ -134,7 +134,9 @@ impl FleetMetrics {
         for asked in Asked::ALL {
             // Writing an idle family makes its series exist.
             drop(metrics.seconds.get_or_create(&AskedLabel { asked }));
-            metrics.questions.get_or_create(&QuestionLabels { asked, outcome: Outcome::Answered }).inc_by(0);
+            for outcome in [Outcome::Answered, Outcome::Partial, Outcome::Refused, Outcome::Failed] {
+                metrics.questions.get_or_create(&QuestionLabels { asked, outcome }).inc_by(0);
+            }
         }
         for outcome in [Told::Answered, Told::Unanswered] {
             metrics.agents.get_or_create(&ToldLabel { outcome }).inc_by(0);

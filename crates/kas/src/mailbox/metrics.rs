@@ -109,6 +109,10 @@ impl MailboxMetrics {
             "Questions to other replicas about hooks that had no answer",
             metrics.exchange_failures.clone(),
         );
+        // Writing an idle family makes its series exist.
+        for reason in ["unauthenticated", "rate", "limit", "unknown", "unavailable"] {
+            metrics.refused.get_or_create(&ReasonLabel { reason }).inc_by(0);
+        }
         metrics
     }
 

@@ -394,7 +394,7 @@ impl View {
                     && explained.tally.is_none()
                     && !connected.connections.is_empty()
                 {
-                    explained.tally = Some(Tally::new(hub, agent));
+                    explained.tally = Some(Tally::new(hub, agent).await);
                 }
                 // Without an answer of its home, nothing is said of its manifests.
                 Some(event("why", &Why::new(agent, &answer, &connected, sync.as_ref().ok())))

@@ -1,6 +1,7 @@
 //! [`Sinks`]: takes news, and keeps it for each sink that wants it.
 
 use std::{
+    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,12 +17,15 @@ use sinks::{Kind, Limits, News, Queue, Record};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::{sync::Notify, time::Instant};
 
-use super::{labels::LabelsOfAgent, metrics::SinkMetrics};
+use super::metrics::SinkMetrics;
 
 /// After this time an item is not tried again.
 const AGE: Duration = Duration::from_secs(3_600);
 /// How often it is looked whether there is room.
 const ROOM: Duration = Duration::from_millis(50);
+
+/// The labels of one agent.
+pub(super) type LabelsOfAgent = Arc<BTreeMap<String, String>>;
 
 /// An agent, as selectors of sinks know it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! [`Labels`]: the labels of agents, as `kas.yaml` has them, for sinks that select by them.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -13,7 +13,7 @@ use ids::AgentId;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use super::board::Known;
+use super::board::{Known, LabelsOfAgent};
 use crate::agent_files::Files;
 
 /// How often it is looked which agents there are.
@@ -27,9 +27,6 @@ const AWAY: Duration = Duration::from_secs(600);
 const AWAITED: Duration = Duration::from_secs(5);
 /// Agents that are looked at together.
 const TOGETHER: usize = 500;
-
-/// The labels of one agent.
-pub(super) type LabelsOfAgent = Arc<BTreeMap<String, String>>;
 
 struct Entry {
     /// The last that was known.

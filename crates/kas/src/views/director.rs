@@ -311,7 +311,8 @@ impl Director {
         self.tell(Note::Agent { agent, name, state, reason }).await;
     }
 
-    /// Attaches the feeds of an agent, whose rights were asked for at `asked`. Returns why that cannot be done now.
+    /// Attaches the feeds of an agent, whose rights were asked for at `asked`. Returns why that cannot be
+    /// done now.
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED` if there is no memory for them.

@@ -85,6 +85,10 @@ impl ViewMetrics {
             "Questions to API servers about what callers of views may see, by their answers; Kept: not asked again",
             metrics.reviews.clone(),
         );
+        // Writing an idle family makes its series exist.
+        for answer in [ReviewAnswer::Yes, ReviewAnswer::No, ReviewAnswer::Failed, ReviewAnswer::Kept] {
+            metrics.reviews.get_or_create(&ReviewLabels { answer }).inc_by(0);
+        }
         metrics
     }
 

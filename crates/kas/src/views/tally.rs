@@ -50,12 +50,12 @@ pub(crate) struct Counts {
 
 impl Tally {
     /// Begins to count. The caller says how many there are, and only for agents that there are.
-    pub(crate) fn new(hub: &Arc<Hub>, agent: AgentId) -> Self {
+    pub(crate) async fn new(hub: &Arc<Hub>, agent: AgentId) -> Self {
         let wake = Arc::<Wake>::default();
         let looker = hub.lookers.fetch_add(1, Ordering::Relaxed);
-        let named = (hub.namespaces)(agent);
+        let named = hub.namespaces_of(agent).await;
         let namespaces: Vec<Option<Arc<str>>> = match named.len() {
-            1..=MOST_NAMESPACES => named.into_iter().map(|name| Some(name.into())).collect(),
+            1..=MOST_NAMESPACES => named.into_iter().map(Some).collect(),
             _ => vec![None],
         };
         let mut keys = Vec::new();

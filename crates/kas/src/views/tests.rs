@@ -610,7 +610,7 @@ async fn a_tally_follows_the_objects_of_a_cluster() {
     let world = lab.world();
     world.put("shop", "a", "Running", 0);
     world.put("bank", "b", "Pending", 0);
-    let mut tally = super::Tally::new(&lab.hub, world::agent(1));
+    let mut tally = super::Tally::new(&lab.hub, world::agent(1)).await;
     let mut until = async |running: usize, pending: usize| loop {
         tally.changed().await;
         let counts = tally.counts();

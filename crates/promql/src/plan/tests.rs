@@ -181,7 +181,7 @@ fn nested_operators_are_read_once() {
 fn the_number_of_questions_is_bounded() {
     let sums = |count: usize| vec!["sum(a)"; count].join("+");
     assert_eq!(asked(&sums(16)).len(), 16);
-    for text in [sums(17), sums(100), vec!["avg(a)"; 9].join("+")] {
+    for text in [sums(17), sums(100), ["avg(a)"; 9].join("+")] {
         let refused = Plan::parse(&text).unwrap_err();
         assert!(refused.kind == Kind::Unsupported && refused.text.contains("more than 16"), "{refused}");
     }

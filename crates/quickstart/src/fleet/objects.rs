@@ -135,7 +135,7 @@ fn of_agent(namespace: &str, server: SocketAddr) -> Vec<Value> {
 
 /// Returns the `kas.yaml` of an agent.
 pub(super) fn kas_yaml(agent: usize) -> String {
-    let (name, env) = (name(agent), if agent % 2 == 0 { "test" } else { "prod" });
+    let (name, env) = (name(agent), if agent.is_multiple_of(2) { "test" } else { "prod" });
     format!(
         "labels: {{env: {env}}}
 namespaces: [{name}]
