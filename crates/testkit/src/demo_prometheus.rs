@@ -2,7 +2,7 @@
 //! and that takes webhooks, for the quickstart of fleets.
 //!
 //! `/<name>-<number>/api/v1/…` is the API of Prometheus as data sources use it. Each number hears the
-//! recording from another moment. It knows the part of PromQL that [`evaluate`] has, and refuses all else.
+//! recording from another moment. It knows the part of PromQL that `evaluate` has, and refuses all else.
 //! `POST /hook/<name>` is a receiver of webhooks, and tells each to its owner.
 //!
 //! An API server proxies to no loopback address, so this may listen on another one; it answers only
