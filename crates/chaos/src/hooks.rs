@@ -1,4 +1,4 @@
-//! Webhooks of a run: who sends them, and what kas still has.
+//! Webhooks of a run: their sender, and what kas still has.
 
 use std::{
     net::SocketAddr,

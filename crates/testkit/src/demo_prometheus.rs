@@ -1,5 +1,5 @@
-//! A demo, **not a Prometheus**: an HTTP server that plays a recording of metrics to whoever asks by PromQL,
-//! and that takes webhooks, for the quickstart of fleets.
+//! A demo, **not a Prometheus**: an HTTP server that plays a recording of metrics to a client that asks in
+//! PromQL, and that takes webhooks, for the quickstart of fleets.
 //!
 //! `/<name>-<number>/api/v1/…` is the API of Prometheus as data sources use it. Each number hears the
 //! recording from another moment. It knows the part of PromQL that `evaluate` has, and refuses all else.

@@ -53,7 +53,7 @@ pub(crate) struct Wanted {
     pub(crate) cluster: bool,
     /// Replicas take webhooks for all agents.
     pub(crate) hooks: bool,
-    /// Clients reach replicas through nginx, which asks who holds an agent.
+    /// Clients reach replicas through nginx, which asks which replica holds an agent.
     pub(crate) proxies: bool,
     /// Clusters of agents have a Prometheus, which may take so long, and can hang.
     pub(crate) fleet: Option<Duration>,

@@ -1,4 +1,4 @@
-//! Proxies that ask who holds an agent are told wrong owners: S54.
+//! Proxies that ask which replica holds an agent are told wrong owners: S54.
 
 use std::time::Duration;
 
