@@ -52,6 +52,7 @@ use std::{
     fmt,
     net::{Ipv6Addr, SocketAddr},
     sync::Arc,
+    time::Duration,
 };
 
 use aws_lc_rs::{
@@ -78,6 +79,9 @@ pub const MAX_SENDERS: usize = 4_096;
 /// Messages that are reassembled at a time, of all senders: at most 64 × 64 KiB. If more arrive interleaved,
 /// the oldest is dropped, and gossip repeats it in a later round.
 const MAX_PARTIAL: usize = 64;
+/// How long a message waits for its missing parts, which were sent together. Without it, messages with a lost
+/// part would fill the 4 MiB above and stay there.
+const PARTIAL_LIFE: Duration = Duration::from_secs(5);
 /// The shortest secret, in bytes: the strength of AES-256.
 pub const MIN_SECRET: usize = 32;
 
@@ -493,6 +497,7 @@ struct Partial {
     salt: Salt,
     /// The counter of part 0.
     base: u64,
+    begun: Instant,
     parts: Vec<Vec<u8>>,
     missing: u128,
 }
@@ -542,7 +547,7 @@ impl Opener {
         self.senders.len()
     }
 
-    /// Opens one datagram in place. `now` is only used to order evictions.
+    /// Opens one datagram in place. `now` is only used to forget, and to order evictions.
     ///
     /// # Errors
     /// [`Refused`], with the reason to count. Cheap checks come first. A datagram from a sender without the
@@ -592,7 +597,7 @@ impl Opener {
         if header.kind == HELLO {
             return Ok(Accepted::Hello { from: header.address });
         }
-        Ok(match self.assemble(&header, plain) {
+        Ok(match self.assemble(&header, plain, now) {
             Some(bytes) => Accepted::Message { from: header.address, bytes },
             None => Accepted::Part,
         })
@@ -643,7 +648,10 @@ impl Opener {
     }
 
     /// Returns the message once all its parts have arrived.
-    fn assemble(&mut self, header: &Header<'_>, part: &[u8]) -> Option<Vec<u8>> {
+    fn assemble(&mut self, header: &Header<'_>, part: &[u8], now: Instant) -> Option<Vec<u8>> {
+        while self.partial.front().is_some_and(|oldest| now >= oldest.begun + PARTIAL_LIFE) {
+            self.partial.pop_front();
+        }
         if header.count == 1 {
             return Some(part.to_vec());
         }
@@ -658,6 +666,7 @@ impl Opener {
             self.partial.push_back(Partial {
                 salt: header.salt,
                 base,
+                begun: now,
                 parts: vec![Vec::new(); count],
                 missing,
             });

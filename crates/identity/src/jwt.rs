@@ -271,7 +271,8 @@ impl JwtVerifier {
             return;
         }
         let mut verified = self.verified();
-        if verified.len() >= REMEMBERED {
+        // Before the map would grow: tokens live for seconds, and a full cache of expired ones is 1 MB.
+        if verified.len() == verified.capacity() {
             verified.retain(|_, verified| verified.exp > now);
         }
         if verified.len() >= REMEMBERED {
@@ -498,5 +499,20 @@ mod tests {
             assert!(verifier.verify(&headers(&claims, &[b'x'; 32])).is_err());
         }
         assert!(verifier.verified().len() <= REMEMBERED);
+    }
+
+    #[test]
+    fn expired_tokens_are_forgotten_before_the_cache_grows() {
+        let dir = tempfile::tempdir().unwrap();
+        let verifier = verifier(dir.path(), 5);
+        let exp = process::clock::wall().as_secs() + 60;
+        for jti in 0..REMEMBERED {
+            let claims = serde_json::json!({"aud": AUDIENCE, "iss": "gitlab", "exp": exp, "jti": jti});
+            verifier.verify(&headers(&claims, &[b's'; 32])).unwrap();
+            for verified in verifier.verified().values_mut() {
+                verified.exp = 1.0;
+            }
+        }
+        assert!(verifier.verified().len() < 16);
     }
 }

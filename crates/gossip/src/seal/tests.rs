@@ -188,6 +188,20 @@ fn unfinished_messages_are_bounded() {
 }
 
 #[test]
+fn unfinished_messages_are_forgotten() {
+    let (mut sealer, mut opener) = pair();
+    let start = Instant::now();
+    for _ in 0..3 {
+        let frames = sealer.seal(&[0; 3_000], ECHO);
+        assert_eq!(opener.accept(&mut frames[0].clone(), start).unwrap(), Accepted::Part);
+    }
+    assert_eq!(opener.partial.len(), 3);
+    let mut whole = sealer.seal(b"x", ECHO).remove(0);
+    opener.accept(&mut whole, start + PARTIAL_LIFE).unwrap();
+    assert!(opener.partial.is_empty());
+}
+
+#[test]
 fn senders_are_bounded_and_the_longest_unheard_goes() {
     let ring = ring(&[SECRET]);
     let (mut first, mut opener) = pair();

@@ -304,6 +304,23 @@ fn i8_an_agent_that_never_was_there_is_found_at_once() {
 }
 
 #[test]
+fn i8_an_agent_may_come_unrecorded_just_before_a_process_ends() {
+    let mut history = History {
+        presences: vec![presence(17, "b", 0, Some(2 * S))],
+        lives: vec![life("b", 1, 0, Some(10 * S)), life("b", 2, 11 * S, None)],
+        views: vec![view(10 * S - 1, 12 * S, 2, 1, &[17])],
+        ..history()
+    };
+    history.header.bounds.early = S;
+    holds(&history, Invariant::I8);
+    history.views[0].until = 13 * S;
+    breaks(&history, Invariant::I8, "a sees agent 17 on b 3.000 s after its last tunnel there ended");
+    // Earlier, a look would have shown it.
+    history.views[0] = view(8 * S, 8 * S, 2, 1, &[17]);
+    breaks(&history, Invariant::I8, "a sees agent 17 on b 6.000 s after its last tunnel there ended");
+}
+
+#[test]
 fn i8_a_dead_process_leaves_every_view() {
     let mut history = History {
         lives: vec![life("b", 1, 0, Some(10 * S)), life("b", 2, 11 * S, None)],

@@ -140,6 +140,8 @@ fn difference<T: Ord + std::fmt::Debug>(
 struct Times<'a> {
     /// From when to when an agent was on a replica: no longer than its process lived.
     present: BTreeMap<(i64, &'a str), Vec<(Micros, Micros)>>,
+    /// When each process of a replica ended. Until then an agent may have been there that no look recorded.
+    ends: BTreeMap<&'a str, Vec<(Micros, Micros)>>,
     /// When an observer could not hear an owner: by observer and owner, and for all.
     cuts: BTreeMap<(&'a str, &'a str), Vec<(Micros, Micros)>>,
     disabled: BTreeMap<&'a str, Vec<(Micros, Micros)>>,
@@ -148,14 +150,19 @@ struct Times<'a> {
 }
 
 impl<'a> Times<'a> {
-    fn new(history: &'a History, lives: &BTreeMap<&str, Vec<&Life>>) -> Self {
+    fn new(history: &'a History, lives: &BTreeMap<&'a str, Vec<&'a Life>>) -> Self {
         let mut times = Self {
             present: BTreeMap::new(),
+            ends: BTreeMap::new(),
             cuts: BTreeMap::new(),
             disabled: BTreeMap::new(),
             all: Vec::new(),
             end: history.header.end,
         };
+        for (&owner, lives) in lives {
+            let ends = lives.iter().filter_map(|life| life.to);
+            times.ends.insert(owner, ends.map(|end| (end, end)).collect());
+        }
         for presence in history.presences.iter().filter(|presence| !presence.replica.is_empty()) {
             let owner = presence.replica.as_str();
             // It may be recorded before its process is known to be ready: the first that ends after it.
@@ -248,13 +255,15 @@ fn zombies(history: &History, view: &View, times: &Times<'_>, checker: &mut Chec
     let mut spans: BTreeMap<&str, Vec<(Micros, Micros)>> = BTreeMap::new();
     for (agent, owners) in agents {
         for owner in owners {
-            let present = times.present.get(&(*agent, owner)).map_or(&[][..], Vec::as_slice);
+            let recorded = times.present.get(&(*agent, owner)).map_or(&[][..], Vec::as_slice);
+            let ends = times.ends.get(owner.as_str()).map_or(&[][..], Vec::as_slice);
+            let present = || recorded.iter().chain(ends);
             // Moments at which the last presence is longest ago.
             let known = |from: &Micros| from.saturating_sub(bounds.early);
-            let next = present.iter().map(|(from, _)| known(from).saturating_sub(1));
+            let next = present().map(|(from, _)| known(from).saturating_sub(1));
             let moments = next.filter(|m| (view.at..view.until).contains(m)).chain([view.at, view.until]);
             let gone = |moment: Micros| {
-                let ended = present.iter().filter(|(from, _)| known(from) <= moment).map(|(_, to)| *to);
+                let ended = present().filter(|(from, _)| known(from) <= moment).map(|(_, to)| *to);
                 ended.max().map_or(Micros::MAX, |ended| moment.saturating_sub(ended))
             };
             let (moment, gone) = moments
