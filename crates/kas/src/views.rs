@@ -26,6 +26,7 @@ mod summary;
 mod tally;
 #[cfg(test)]
 mod tests;
+mod tries;
 mod wake;
 
 use std::{

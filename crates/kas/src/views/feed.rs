@@ -56,6 +56,22 @@ pub(crate) struct Condition {
     pub(crate) is_full: bool,
 }
 
+impl Condition {
+    /// Returns whether that is a change.
+    fn set(&mut self, state: AgentState, reason: String) -> bool {
+        if self.state == state && self.reason == reason && !self.is_full {
+            return false;
+        }
+        if self.state != state {
+            self.since = Instant::now();
+        }
+        self.state = state;
+        self.reason = reason;
+        self.is_full = false;
+        true
+    }
+}
+
 /// The rows, and what is known of them.
 #[derive(Debug)]
 pub(crate) struct Inner {
@@ -65,6 +81,8 @@ pub(crate) struct Inner {
     counted: usize,
     /// Since when nobody looks.
     idle_since: Instant,
+    /// How many had begun to look when the last try to read began that has failed.
+    failed_for: u64,
     /// It is not read any more.
     is_closed: bool,
 }
@@ -79,6 +97,8 @@ pub(crate) struct Feed {
     lookers: Mutex<HashMap<u64, (usize, Arc<Wake>)>>,
     /// How many look.
     count: watch::Sender<usize>,
+    /// How many have begun to look.
+    begun: watch::Sender<u64>,
     hub: Weak<Hub>,
 }
 
@@ -102,6 +122,7 @@ impl Feed {
             },
             counted,
             idle_since: Instant::now(),
+            failed_for: 0,
             is_closed: false,
         };
         hub.metrics.feeds.inc();
@@ -111,6 +132,7 @@ impl Feed {
             inner: Mutex::new(inner),
             lookers: Mutex::default(),
             count: watch::Sender::new(0),
+            begun: watch::Sender::new(0),
             hub: Arc::downgrade(hub),
         })
     }
@@ -153,21 +175,31 @@ impl Feed {
 
     /// Notes what is known of the rows.
     pub(super) fn is(&self, state: AgentState, reason: impl Into<String>) {
-        let reason = reason.into();
+        if self.inner.lock().condition.set(state, reason.into()) {
+            self.wake();
+        }
+    }
+
+    /// Notes that a try to read has failed, and why: rows that are there are those of a time before. `begun`:
+    /// how many had begun to look when the try began. Whoever waits for it is woken, also if it failed as the
+    /// one before.
+    pub(super) fn failed(&self, reason: String, begun: u64) {
         {
             let mut inner = self.inner.lock();
-            let condition = &mut inner.condition;
-            if condition.state == state && condition.reason == reason && !condition.is_full {
-                return;
-            }
-            if condition.state != state {
-                condition.since = Instant::now();
-            }
-            condition.state = state;
-            condition.reason = reason;
-            condition.is_full = false;
+            let state = match inner.condition.state {
+                AgentState::Live | AgentState::Stale => AgentState::Stale,
+                _ if inner.store.is_empty() => AgentState::Absent,
+                _ => AgentState::Stale,
+            };
+            inner.failed_for = begun;
+            inner.condition.set(state, reason);
         }
         self.wake();
+    }
+
+    /// Follows how many have begun to look.
+    pub(super) fn begun(&self) -> watch::Receiver<u64> {
+        self.begun.subscribe()
     }
 
     fn wake(&self) {
@@ -223,15 +255,31 @@ impl Feed {
 pub(crate) struct Look {
     feed: Arc<Feed>,
     looker: u64,
+    /// Its number among those who have looked at the feed, from 1.
+    number: u64,
 }
 
 impl Look {
-    /// `looker` is unique, and knows the feed by `number`.
-    pub(super) fn new(feed: Arc<Feed>, looker: u64, number: usize, wake: &Arc<Wake>) -> Self {
-        feed.lookers.lock().insert(looker, (number, Arc::clone(wake)));
+    /// `looker` is unique, and knows the feed by `known_by`. If the feed waits after a failure, it is tried
+    /// again soon.
+    pub(super) fn new(feed: Arc<Feed>, looker: u64, known_by: usize, wake: &Arc<Wake>) -> Self {
+        feed.lookers.lock().insert(looker, (known_by, Arc::clone(wake)));
+        let mut number = 0;
+        // Before a reader sees that somebody looks: its next try counts for this look.
+        feed.begun.send_modify(|begun| {
+            *begun += 1;
+            number = *begun;
+        });
         feed.count.send_modify(|count| *count += 1);
-        wake.changed(number);
-        Self { feed, looker }
+        wake.changed(known_by);
+        Self { feed, looker, number }
+    }
+
+    /// Whether what is known of the rows is an answer to this look. A failure of before it is none: the feed
+    /// is tried again.
+    pub(crate) fn is_answered(&self, inner: &Inner) -> bool {
+        let is_failed = matches!(inner.condition.state, AgentState::Absent | AgentState::Stale);
+        !is_failed || inner.failed_for >= self.number
     }
 
     /// Returns the feed.

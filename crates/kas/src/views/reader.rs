@@ -14,6 +14,7 @@ use super::{
     kind::Permit,
     lines::Lines,
     source::{Source, Watched},
+    tries::Tries,
 };
 
 /// Objects on a page.
@@ -84,6 +85,7 @@ pub(super) struct Reader {
     form: Form,
     /// The version of the resource, once it is known.
     version: String,
+    tries: Tries,
 }
 
 impl Reader {
@@ -94,7 +96,8 @@ impl Reader {
         resource: Arc<Resource>,
     ) -> Self {
         let (form, version) = (resource.form, resource.version.clone());
-        Self { hub, feed, source, resource, form, version }
+        let tries = Tries::new(&feed);
+        Self { hub, feed, source, resource, form, version, tries }
     }
 
     /// Reads until dropped, or until the rows need too much memory.
@@ -111,6 +114,7 @@ impl Reader {
                 }
                 Err(why) => why,
             };
+            let is_failed = matches!(why, Broken::Failed(_));
             let wait = match why {
                 Broken::Gone => {
                     self.feed.is(AgentState::Listing, "");
@@ -133,26 +137,22 @@ impl Reader {
                 }
                 Broken::Failed(reason) => {
                     self.hub.metrics.failures.inc();
-                    self.broken(reason);
+                    self.tries.failed(reason);
                     backoff.next()
                 }
             };
+            let pause = async {
+                match is_failed {
+                    true => self.tries.pause(wait).await,
+                    false => tokio::time::sleep(wait).await,
+                }
+            };
             tokio::select! {
-                () = tokio::time::sleep(wait) => {}
+                () = pause => {}
                 // The agent may be back.
                 Ok(()) = changes.changed() => tokio::time::sleep(BACKOFF.0.mul_f64(0.2)).await,
             }
         }
-    }
-
-    /// Something failed: rows that are there are those of a time before.
-    fn broken(&self, reason: String) {
-        let state = self.feed.with(|inner| match inner.condition.state {
-            AgentState::Live | AgentState::Stale => AgentState::Stale,
-            _ if inner.store.is_empty() => AgentState::Absent,
-            _ => AgentState::Stale,
-        });
-        self.feed.is(state, reason);
     }
 
     /// Returns the path of the resource, after it has asked for its version if that must be known.
@@ -204,6 +204,7 @@ impl Reader {
     /// version.
     async fn list(&mut self) -> Result<String, Broken> {
         self.feed.watched().await;
+        self.tries.begin();
         let hub = Arc::clone(&self.hub);
         let kind = hub.kind_of(self.feed.key.agent);
         // The semaphores are never closed.
@@ -296,7 +297,7 @@ impl Reader {
                 Ok(()) => {
                     let wait = backoff.after(from);
                     if !wait.is_zero() {
-                        self.broken("the API server ends its watches at once".to_owned());
+                        self.tries.failed("the API server ends its watches at once".to_owned());
                         self.wait(wait).await;
                     }
                 }
@@ -306,7 +307,7 @@ impl Reader {
                     if from.elapsed() > BACKOFF.1 {
                         *backoff = Backoff::default();
                     }
-                    self.broken(reason);
+                    self.tries.failed(reason);
                     self.wait(backoff.next()).await;
                 }
                 Err(why) => return why,
@@ -315,16 +316,17 @@ impl Reader {
     }
 
     /// Waits before a watch is opened again. The agent may be back earlier.
-    async fn wait(&self, wait: Duration) {
+    async fn wait(&mut self, wait: Duration) {
         let mut changes = self.hub.changes_of(self.feed.key.agent);
         tokio::select! {
-            () = tokio::time::sleep(wait) => {}
+            () = self.tries.pause(wait) => {}
             Ok(()) = changes.changed() => tokio::time::sleep(BACKOFF.0.mul_f64(0.2)).await,
         }
     }
 
     /// Watches once. `Ok`: the API server has ended the watch, and it can go on.
     async fn watch(&mut self, version: &mut String) -> Result<(), Broken> {
+        self.tries.begin();
         let agent = self.feed.key.agent;
         let kind = self.hub.kind_of(agent);
         let permit = match kind.may_watch().await {

@@ -366,6 +366,10 @@ impl Subscription {
                 seen.state = inner.condition.state;
                 seen.reason.clone_from(&inner.condition.reason);
                 seen.since = inner.condition.since;
+                if !is_late && !seen.look.is_answered(inner) {
+                    // It failed before the caller looked, and is tried again.
+                    (seen.state, seen.reason) = (AgentState::Listing, String::new());
+                }
                 // A query takes the rows of a feed once, when they are complete: each row is sent once.
                 if self.is_query && (seen.version.is_some() || seen.state == AgentState::Listing && !is_late)
                 {

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use views::{AgentState, Form, Listing, NewRow, Page, Uid, View, table};
 
-use super::{Hub, feed::Feed, source::Source};
+use super::{Hub, feed::Feed, source::Source, tries::Tries};
 
 /// How often objects are counted while somebody looks.
 const EACH: Duration = Duration::from_secs(60);
@@ -13,8 +13,10 @@ const ACCEPT: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.i
 /// Counts until dropped.
 pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>) {
     let columns = || views::Columns::new(View::counted().map(|(title, _)| (title, "integer")));
+    let mut tries = Tries::new(&feed);
     loop {
         feed.watched().await;
+        tries.begin();
         let counted = count(&hub, &*source).await;
         let (cells, failed): (Vec<String>, Vec<String>) = counted
             .into_iter()
@@ -25,9 +27,8 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
             .unzip();
         let reason = failed.iter().find(|why| !why.is_empty()).cloned().unwrap_or_default();
         if failed.iter().all(|why| !why.is_empty()) {
-            let state = feed
-                .with(|inner| if inner.store.is_empty() { AgentState::Absent } else { AgentState::Stale });
-            feed.is(state, reason);
+            tries.failed(reason);
+            tries.pause(EACH).await;
         } else {
             let row = NewRow {
                 namespace: String::new(),
@@ -48,8 +49,8 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
                 return;
             }
             feed.is(AgentState::Live, reason);
+            tokio::time::sleep(EACH).await;
         }
-        tokio::time::sleep(EACH).await;
     }
 }
 

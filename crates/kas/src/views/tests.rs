@@ -1,6 +1,7 @@
 //! Tests of the hub against a played API server. Time is that of tokio, and stands still.
 
 mod callers;
+mod tries;
 mod world;
 
 use std::{

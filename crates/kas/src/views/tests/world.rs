@@ -31,6 +31,8 @@ use super::super::{
 };
 use crate::agent_files::{AgentFile, Files};
 
+const MINUTE: Duration = Duration::from_secs(60);
+
 pub(super) fn agent(number: i64) -> AgentId {
     AgentId::new(number).unwrap()
 }
@@ -68,6 +70,11 @@ pub(super) struct World {
     /// Whether watches end at once, or their version is always too old.
     pub(super) ends: AtomicBool,
     pub(super) forgets: AtomicBool,
+    /// Whether nothing is answered: a request that begins meanwhile ends after 20 s, as at the end of a
+    /// tunnel, and watches that are open are silent for good.
+    pub(super) hangs: AtomicBool,
+    /// Whether watches get bookmarks, one a minute.
+    pub(super) bookmarks: AtomicBool,
     /// The status of lists, if it is not 200.
     pub(super) refuses: AtomicUsize,
     /// Whether tables are printed.
@@ -97,6 +104,8 @@ impl World {
             endless: AtomicBool::new(false),
             ends: AtomicBool::new(false),
             forgets: AtomicBool::new(false),
+            hangs: AtomicBool::new(false),
+            bookmarks: AtomicBool::new(true),
             refuses: AtomicUsize::new(0),
             prints: AtomicBool::new(true),
             reviews: Mutex::default(),
@@ -146,6 +155,15 @@ impl World {
         self.cut();
     }
 
+    /// A request begins. It fails late if nothing is answered.
+    async fn begins(&self) -> Result<(), Status> {
+        if self.hangs.load(Ordering::SeqCst) {
+            tokio::time::sleep(Duration::from_secs(20)).await;
+            return Err(Status::new(Code::Unavailable, "no answer within 20s"));
+        }
+        Ok(())
+    }
+
     /// Breaks all watches.
     pub(super) fn cut(&self) {
         self.cut.send_modify(|cut| *cut += 1);
@@ -185,6 +203,7 @@ fn namespace_of(target: &str) -> Option<&str> {
 impl Source for Arc<World> {
     async fn get(&self, target: &str, accept: &str) -> Result<Answer, Status> {
         self.lists.fetch_add(1, Ordering::SeqCst);
+        self.begins().await?;
         let listing = self.listing.fetch_add(1, Ordering::SeqCst) + 1;
         self.most_listing.fetch_max(listing, Ordering::SeqCst);
         let slow = u64::try_from(self.slow.load(Ordering::SeqCst)).unwrap();
@@ -243,6 +262,7 @@ impl Source for Arc<World> {
     async fn watch(&self, target: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
         let target = if self.cancels.load(Ordering::SeqCst) { target } else { for_old };
         self.watches.fetch_add(1, Ordering::SeqCst);
+        self.begins().await?;
         self.open.fetch_add(1, Ordering::SeqCst);
         let from: u64 = parameter(target, "resourceVersion").unwrap().parse().unwrap();
         let is_old = from < self.objects.lock().compacted || self.forgets.load(Ordering::SeqCst);
@@ -252,6 +272,7 @@ impl Source for Arc<World> {
         let seconds = parameter(target, "timeoutSeconds").unwrap().parse().unwrap();
         Ok(Box::new(Watch {
             end: Instant::now() + Duration::from_secs(seconds),
+            bookmark: Instant::now() + MINUTE,
             world: Arc::clone(self),
             namespace: namespace_of(target).map(str::to_owned),
             from,
@@ -266,6 +287,8 @@ impl Source for Arc<World> {
 
 struct Watch {
     end: Instant,
+    /// When the next bookmark comes.
+    bookmark: Instant,
     world: Arc<World>,
     namespace: Option<String>,
     from: u64,
@@ -297,11 +320,25 @@ impl Watched for Watch {
             if self.status != 200 || self.world.ends.load(Ordering::SeqCst) {
                 return Ok(None);
             }
-            tokio::select! {
+            let has_bookmarks = self.world.bookmarks.load(Ordering::SeqCst);
+            let is_bookmark = tokio::select! {
                 biased;
                 () = tokio::time::sleep_until(self.end) => return Ok(None),
                 _ = self.cut.changed() => return Err(Status::new(Code::Unavailable, "cut")),
-                _ = self.changed.changed() => {}
+                _ = self.changed.changed() => false,
+                () = tokio::time::sleep_until(self.bookmark), if has_bookmarks => true,
+            };
+            if self.world.hangs.load(Ordering::SeqCst) {
+                std::future::pending::<()>().await;
+            }
+            if is_bookmark {
+                self.bookmark += MINUTE;
+                let metadata = json!({"resourceVersion": self.from.to_string()});
+                let object = match self.is_table {
+                    true => json!({"kind": "Table", "rows": [{"object": {"metadata": metadata}}]}),
+                    false => json!({"metadata": metadata}),
+                };
+                return Ok(Some(format!("{}\n", json!({"type": "BOOKMARK", "object": object})).into()));
             }
             let mut lines = String::new();
             for (version, event) in &self.world.objects.lock().events {

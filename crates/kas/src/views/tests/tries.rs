@@ -1,0 +1,102 @@
+//! Tests of what is tried again after failures, and when.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use tokio::time::{Instant, sleep};
+
+use super::world::Lab;
+use crate::views::tries::SOON;
+
+#[tokio::test(start_paused = true)]
+async fn who_looks_anew_is_answered_by_a_new_try() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.refuses.store(503, Ordering::SeqCst);
+    let mut first = lab.ask(|_| {});
+    let synced = first.synced().await.unwrap();
+    assert_eq!(synced.unanswered[0].reason, "absent: the API server answered 503: played");
+    // It is tried less and less often.
+    sleep(Duration::from_secs(300)).await;
+    world.refuses.store(0, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut second = lab.ask(|_| {});
+    assert_eq!(second.synced().await.unwrap().unanswered.len(), 0);
+    assert!(begun.elapsed() <= SOON, "{:?}", begun.elapsed());
+    assert_eq!(second.pods(), world.truth());
+    first.until("it is live", |client| client.agents[&1].state == "live").await;
+    // The same for rows of before.
+    world.refuses.store(503, Ordering::SeqCst);
+    world.compact();
+    first.until("it is stale", |client| client.agents[&1].state == "stale").await;
+    sleep(Duration::from_secs(300)).await;
+    world.put("shop", "b", "Running", 0);
+    world.refuses.store(0, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut third = lab.ask(|_| {});
+    assert_eq!(third.synced().await.unwrap().unanswered.len(), 0);
+    assert!(begun.elapsed() <= SOON, "{:?}", begun.elapsed());
+    assert_eq!(third.pods(), world.truth());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_again_and_again_causes_a_try_a_second() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.refuses.store(503, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut asked = 0;
+    while begun.elapsed() < Duration::from_secs(60) {
+        let mut clients: Vec<_> = (0..10).map(|_| lab.ask(|_| {})).collect();
+        for client in &mut clients {
+            assert_eq!(client.synced().await.unwrap().unanswered.len(), 1);
+            asked += 1;
+        }
+    }
+    let lists = world.lists.load(Ordering::SeqCst);
+    assert!((50..=63).contains(&lists), "{lists} lists for {asked} questions in 60 s");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_try_that_began_before_somebody_looked_is_no_answer() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    world.hangs.store(true, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut first = lab.ask(|_| {});
+    assert_eq!(first.synced().await.unwrap().unanswered.len(), 1);
+    assert_eq!(begun.elapsed().as_secs(), 20);
+    // The second try has begun, and will not be answered.
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(world.lists.load(Ordering::SeqCst), 2);
+    // Who looks now is told that it still is so, after 30 s.
+    let begun = Instant::now();
+    let mut second = lab.ask(|_| {});
+    let synced = second.synced().await.unwrap();
+    assert_eq!(synced.unanswered[0].reason, "absent: no answer within 20s");
+    assert_eq!(begun.elapsed().as_secs(), 30);
+    let lists = world.lists.load(Ordering::SeqCst);
+    world.hangs.store(false, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut third = lab.ask(|_| {});
+    assert_eq!(third.synced().await.unwrap().unanswered.len(), 0);
+    assert!(begun.elapsed() < Duration::from_secs(21), "{:?}", begun.elapsed());
+    assert_eq!((world.lists.load(Ordering::SeqCst), third.rows.len()), (lists + 1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_summary_that_failed_is_counted_again_for_who_looks_anew() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.refuses.store(503, Ordering::SeqCst);
+    let ask = || lab.ask(|request| request.view = "summary".to_owned());
+    assert_eq!(ask().synced().await.unwrap().unanswered.len(), 1);
+    sleep(Duration::from_secs(5)).await;
+    world.refuses.store(0, Ordering::SeqCst);
+    let begun = Instant::now();
+    let mut client = ask();
+    assert_eq!(client.synced().await.unwrap().unanswered.len(), 0);
+    assert!(begun.elapsed() <= SOON, "{:?}", begun.elapsed());
+    assert_eq!(client.rows.len(), 1);
+}
