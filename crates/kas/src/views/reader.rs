@@ -28,6 +28,9 @@ const WATCH: u64 = 290;
 const WATCH_OLD: u64 = 120;
 /// How much longer than that a watch may be open.
 const LATE: Duration = Duration::from_secs(30);
+/// A watch is begun anew after so long without an event. An API server sends a bookmark each minute. Where it
+/// keeps no cache, as of events, it sends none: such a watch is begun anew a little more often.
+const QUIET: Duration = Duration::from_secs(100);
 /// How often a feed is listed that gets no watch, because the agentk cannot cancel one.
 const POLL: Duration = Duration::from_secs(30);
 /// How often it is looked whether a resource is there that the cluster did not have, or may be read now.
@@ -354,12 +357,16 @@ impl Reader {
             410 => return Err(Broken::Gone),
             status => {
                 let mut body = BytesMut::new();
-                while let Ok(Some(data)) = watched.data().await {
-                    if body.len() + data.len() > LARGE {
-                        break;
+                let read = async {
+                    while let Ok(Some(data)) = watched.data().await {
+                        if body.len() + data.len() > LARGE {
+                            break;
+                        }
+                        body.extend_from_slice(&data);
                     }
-                    body.extend_from_slice(&data);
-                }
+                };
+                // What has come of it says enough.
+                let _ = tokio::time::timeout(LATE, read).await;
                 return Err(refused(status, &body));
             }
         }
@@ -407,9 +414,18 @@ impl Reader {
         let mut events = table::Watch::new(self.form);
         let mut lines = Lines::default();
         loop {
-            let data = tokio::time::timeout_at(end, watched.data()).await;
-            let late = |_| Broken::Failed("the API server has not ended a watch in time".to_owned());
-            let Some(data) = data.map_err(late)?? else { return Ok(()) };
+            // One that nothing cancels is read to its end.
+            let quiet = if watched.is_cancellable() { Instant::now() + QUIET } else { end };
+            let data = match tokio::time::timeout_at(end.min(quiet), watched.data()).await {
+                Ok(data) => data?,
+                // That alone says nothing. An API server that answers nothing any more does not open the next
+                // watch either.
+                Err(_) if quiet < end => return Ok(()),
+                Err(_) => {
+                    return Err(Broken::Failed("the API server has not ended a watch in time".to_owned()));
+                }
+            };
+            let Some(data) = data else { return Ok(()) };
             lines.push(&data);
             let mut read = Vec::new();
             while let Some(line) = lines.next() {

@@ -100,3 +100,46 @@ async fn a_summary_that_failed_is_counted_again_for_who_looks_anew() {
     assert!(begun.elapsed() <= SOON, "{:?}", begun.elapsed());
     assert_eq!(client.rows.len(), 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_api_server_that_falls_silent_under_a_watch_is_noticed() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    sleep(Duration::from_secs(30)).await;
+    let begun = Instant::now();
+    world.hangs.store(true, Ordering::SeqCst);
+    client.until("it is stale", |client| client.agents[&1].state == "stale").await;
+    assert_eq!(client.agents[&1].reason, "no answer within 20s");
+    assert!(begun.elapsed() <= Duration::from_secs(121), "{:?}", begun.elapsed());
+    assert_eq!(client.rows.len(), 1, "the rows of before stay");
+    world.hangs.store(false, Ordering::SeqCst);
+    world.put("shop", "b", "Running", 0);
+    client.until("the changes", |client| client.pods() == world.truth()).await;
+    client.until("it is live", |client| client.agents[&1].state == "live").await;
+    assert_eq!((world.lists.load(Ordering::SeqCst), client.resets), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_nothing_happens_rows_stay_live_with_bookmarks_and_without() {
+    // How many watches there are in half an hour, if agentk can cancel them, and if not.
+    for (bookmarks, cancels, most) in [(true, true, 7), (false, true, 19), (false, false, 16)] {
+        let lab = Lab::new(1);
+        let world = lab.world();
+        world.put("shop", "a", "Running", 0);
+        world.bookmarks.store(bookmarks, Ordering::SeqCst);
+        world.cancels.store(cancels, Ordering::SeqCst);
+        let mut client = lab.ask(|_| {});
+        client.synced().await.unwrap();
+        assert_eq!(client.agents[&1].state, "live");
+        let quiet = tokio::time::timeout(Duration::from_secs(1_800), client.subscription.next()).await;
+        assert!(quiet.is_err(), "{quiet:?}");
+        let watches = world.watches.load(Ordering::SeqCst);
+        assert!((6..=most).contains(&watches), "{watches} watches");
+        assert_eq!(world.open.load(Ordering::SeqCst), 1);
+        world.put("shop", "b", "Running", 0);
+        client.until("the change", |client| client.pods() == world.truth()).await;
+    }
+}
