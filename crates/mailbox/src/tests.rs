@@ -165,6 +165,34 @@ fn a_repetition_by_the_sender_is_kept_once() {
 }
 
 #[test]
+fn a_repetition_of_a_delivered_hook_is_known_while_one_of_its_two_holders_lives() {
+    for both_crash in [false, true] {
+        let mut all = three();
+        let order = all[0].order(agent(7));
+        let home = index_of(&all, &order[0]);
+        let id = all[home].accept(hook(1, 7, Some(1)), NOW).unwrap().id;
+        all[home].set_present(agent(7), true);
+        all[home].next_delivery(NOW).unwrap();
+        settle(&mut all, NOW);
+        all[home].delivered(id, Outcome::Done, 0.0, NOW);
+        settle(&mut all, NOW);
+        let crashed = if both_crash { &order[..2] } else { &order[..1] };
+        let mut left: Vec<Mailbox> = all.into_iter().filter(|it| !crashed.contains(&it.me)).collect();
+        let names: Vec<String> = left.iter().map(|it| it.me.as_str().to_owned()).collect();
+        for mailbox in &mut left {
+            mailbox.set_members(members(&names.iter().map(String::as_str).collect::<Vec<_>>()), NOW);
+        }
+        let home = index_of(&left, &order[crashed.len()]);
+        let again = left[home].accept(hook(2, 7, Some(1)), NOW).unwrap();
+        // What was only in the memory of those that crashed is not known any more.
+        let expected = if both_crash { MessageId(2) } else { id };
+        assert_eq!(again, Accepted { id: expected, is_repetition: !both_crash });
+        left[home].set_present(agent(7), true);
+        assert_eq!(left[home].next_delivery(NOW).is_some(), both_crash);
+    }
+}
+
+#[test]
 fn a_repetition_of_a_dead_letter_is_delivered_again() {
     let limits = Limits { agent_messages: 1, ..Limits::default() };
     let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);
