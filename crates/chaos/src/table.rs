@@ -483,7 +483,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S54",
-        "nginx asks who holds an agent, and is told another replica, always the same, nobody, no address, an error, nothing, and who held it before each replica left",
+        "nginx asks who holds an agent, and is told another replica, always the same one, an address where nobody is, no address, an error, the replica that held the agent before each replica left, and nothing",
         "all requests succeed, T_heal",
         false,
     )
