@@ -71,7 +71,7 @@ pub(crate) use self::{
     question::Question,
     reader::{QUICK, Rest},
     rights::ApiCaller,
-    source::{Source, Sources, Tunnel, Tunnels, Watched},
+    source::{Source, Sources, Tunnel, Tunnels, Watched, refusal},
     subscription::Subscription,
     tally::{Counts, Tally},
 };

@@ -4,7 +4,7 @@
 
 use std::{fmt::Write as _, sync::Arc, time::Duration};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use grpc::{Code, Status};
 use kube_request::escape;
 use parking_lot::Mutex;
@@ -21,7 +21,7 @@ use tokio::{
 use super::board::{Known, Sinks};
 use crate::{
     agent_files::Files,
-    views::{AgentKind, Lines, Permit, QUICK, Rest, Source, Watched},
+    views::{AgentKind, Lines, Permit, QUICK, Rest, Source, Watched, refusal},
 };
 
 /// Objects on a page.
@@ -282,13 +282,7 @@ impl Reader {
         let (new, old) = (target(WATCH), target(WATCH_OLD));
         let mut watched = self.source.watch(&new, &old, "application/json").await?;
         if watched.status() != 200 {
-            let mut body = BytesMut::new();
-            while let Ok(Some(data)) = watched.data().await {
-                if body.len() + data.len() > LARGE {
-                    break;
-                }
-                body.extend_from_slice(&data);
-            }
+            let body = refusal(&mut *watched).await;
             return Err(refused(watched.status(), &body));
         }
         let _open = Open::new(&self.shared.sinks);

@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, sync::Arc, time::Duration};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use grpc::{Code, Status};
 use kube_request::escape;
 use tokio::{sync::OwnedSemaphorePermit, time::Instant};
@@ -13,7 +13,7 @@ use super::{
     feed::Feed,
     kind::Permit,
     lines::Lines,
-    source::{Source, Watched},
+    source::{Source, Watched, refusal},
     tries::Tries,
 };
 
@@ -355,20 +355,7 @@ impl Reader {
         match watched.status() {
             200 => {}
             410 => return Err(Broken::Gone),
-            status => {
-                let mut body = BytesMut::new();
-                let read = async {
-                    while let Ok(Some(data)) = watched.data().await {
-                        if body.len() + data.len() > LARGE {
-                            break;
-                        }
-                        body.extend_from_slice(&data);
-                    }
-                };
-                // What has come of it says enough.
-                let _ = tokio::time::timeout(LATE, read).await;
-                return Err(refused(status, &body));
-            }
+            status => return Err(refused(status, &refusal(&mut *watched).await)),
         }
         self.feed.is(AgentState::Live, "");
         let count = self.hub.metrics.watch();

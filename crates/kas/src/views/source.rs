@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use cluster_call::{Cluster, ClusterSettings, Held, Request, Watching};
 use grpc::{Code, Status};
 use http::Method;
@@ -22,6 +22,8 @@ const FIND: Duration = Duration::from_secs(10);
 const MAX_PAGE: usize = 4 << 20;
 /// Pages that are unpacked at once. Until then, nobody knows how large they are.
 static UNPACKED: Semaphore = Semaphore::const_new(16);
+/// The most of the words that refuse a watch, in bytes, and how long they may take.
+const REFUSAL: (usize, Duration) = (128 << 10, Duration::from_secs(10));
 /// Lists of one agent at once.
 const AT_ONCE: usize = 8;
 
@@ -75,6 +77,26 @@ pub(crate) trait Watched: Send {
     /// # Cancel safety
     /// Cancel safe.
     async fn data(&mut self) -> Result<Option<Bytes>, Status>;
+}
+
+/// Returns what an API server says that refuses a watch: as much of it as fits, and comes in time.
+///
+/// # Cancel safety
+/// If it is dropped, what was read is lost.
+pub(crate) async fn refusal(watched: &mut dyn Watched) -> BytesMut {
+    let (most, within) = REFUSAL;
+    let mut body = BytesMut::new();
+    let reading = async {
+        while let Ok(Some(data)) = watched.data().await {
+            if body.len() + data.len() > most {
+                break;
+            }
+            body.extend_from_slice(&data);
+        }
+    };
+    // The status says the most: what is missing of the words is no failure of its own.
+    let _ = tokio::time::timeout(within, reading).await;
+    body
 }
 
 /// The API servers of agents.

@@ -2,10 +2,13 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
+use async_trait::async_trait;
+use bytes::Bytes;
+use grpc::Status;
 use tokio::time::{Instant, sleep};
 
 use super::world::Lab;
-use crate::views::tries::SOON;
+use crate::views::{Watched, refusal, tries::SOON};
 
 #[tokio::test(start_paused = true)]
 async fn who_looks_anew_is_answered_by_a_new_try() {
@@ -142,4 +145,32 @@ async fn where_nothing_happens_rows_stay_live_with_bookmarks_and_without() {
         world.put("shop", "b", "Running", 0);
         client.until("the change", |client| client.pods() == world.truth()).await;
     }
+}
+
+/// An answer that refuses a watch, and has no end.
+struct Endless(Option<&'static [u8]>);
+
+#[async_trait]
+impl Watched for Endless {
+    fn status(&self) -> i32 {
+        500
+    }
+
+    fn is_cancellable(&self) -> bool {
+        true
+    }
+
+    async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        match self.0.take() {
+            Some(words) => Ok(Some(Bytes::from_static(words))),
+            None => std::future::pending().await,
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_words_that_refuse_a_watch_need_no_end() {
+    let begun = Instant::now();
+    assert_eq!(refusal(&mut Endless(Some(b"overloaded"))).await, "overloaded");
+    assert_eq!(begun.elapsed().as_secs(), 10);
 }
