@@ -15,6 +15,10 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
     let columns = || views::Columns::new(View::counted().map(|(title, _)| (title, "integer")));
     let mut tries = Tries::new(&feed);
     loop {
+        if feed.idle_since().is_some() {
+            // Whoever looks next gets a new count, not one of minutes ago.
+            feed.is(AgentState::Listing, "");
+        }
         feed.watched().await;
         tries.begin();
         let counted = count(&hub, &*source).await;

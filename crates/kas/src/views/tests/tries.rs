@@ -147,6 +147,22 @@ async fn where_nothing_happens_rows_stay_live_with_bookmarks_and_without() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_summary_that_nobody_looked_at_is_counted_anew() {
+    let lab = Lab::new(1);
+    let world = lab.world();
+    world.put("shop", "a", "Running", 0);
+    let ask = || lab.ask(|request| request.view = "summary".to_owned());
+    ask().synced().await.unwrap();
+    sleep(Duration::from_secs(200)).await;
+    let lists = world.lists.load(Ordering::SeqCst);
+    world.put("shop", "b", "Running", 0);
+    let mut client = ask();
+    assert_eq!(client.synced().await.unwrap().unanswered.len(), 0);
+    assert_eq!(client.rows.values().next().unwrap()[2], "2");
+    assert_eq!(world.lists.load(Ordering::SeqCst), lists + 4, "one of each resource");
+}
+
 /// An answer that refuses a watch, and has no end.
 struct Endless(Option<&'static [u8]>);
 
