@@ -61,6 +61,7 @@ use self::{
     feed::{Feed, FeedKey, Look, What},
     reader::Reader,
     reviews::Reviews,
+    subscription::left,
     summary::Pace,
     wake::Wake,
 };
@@ -321,10 +322,18 @@ impl Hub {
         self.unused(&feed, linger).await;
     }
 
-    /// Waits until nobody has looked at a feed for this long, and removes it.
+    /// Waits until nobody has looked at a feed for this long, and removes it. While this replica leaves, it
+    /// goes at once: its watch would hold the shutdown up.
     async fn unused(&self, feed: &Arc<Feed>, linger: Duration) {
+        let mut phase = self.phase.clone();
         loop {
-            feed.idle(linger).await;
+            tokio::select! {
+                () = feed.idle(linger) => {}
+                () = async {
+                    left(&mut phase).await;
+                    feed.idle(Duration::ZERO).await;
+                } => {}
+            }
             let mut feeds = self.feeds.lock();
             // Somebody may look again.
             if feed.idle_since().is_none() {

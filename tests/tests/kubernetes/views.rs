@@ -329,5 +329,10 @@ async fn a_killed_agentk_or_edge_loses_no_change() -> Result<()> {
     elsewhere.synced().await?;
     assert_eq!(elsewhere.resets, 1);
     assert_eq!(elsewhere.pods(namespace), truth(kubernetes, namespace).await?);
+
+    // A replica that is shut down tells its callers to go on elsewhere, and then its own watches end.
+    mesh.leave(1, SOON).await?;
+    let log = mesh.kas(1).process.log();
+    ensure!(!log.contains("drain timeout exceeded"), "{log}");
     Ok(())
 }

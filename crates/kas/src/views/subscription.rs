@@ -672,7 +672,7 @@ fn widen(told: &mut Vec<(String, String)>, columns: &Columns, question: &Questio
 }
 
 /// Waits until this replica leaves. Cancel safe.
-async fn left(phase: &mut watch::Receiver<Phase>) {
+pub(super) async fn left(phase: &mut watch::Receiver<Phase>) {
     // The sender lives as long as the process.
     let _ = phase.wait_for(|phase| *phase >= Phase::Leaving).await;
 }

@@ -7,13 +7,15 @@ use std::{
 };
 
 use ids::AgentId;
-use tokio::time::Instant;
+use process::lifecycle::Phase;
+use tokio::{sync::watch, time::Instant};
 use views::{AgentState, Columns, RowRef, Source, Store};
 
 use super::{
     Hub,
     feed::{FeedKey, Look, What},
     question::MOST_NAMESPACES,
+    subscription::left,
     wake::Wake,
 };
 
@@ -33,6 +35,7 @@ pub(crate) struct Tally {
     wake: Arc<Wake>,
     /// When the next change is told; `None`: there is none.
     due: Option<Instant>,
+    phase: watch::Receiver<Phase>,
 }
 
 /// What a [`Tally`] has counted.
@@ -73,10 +76,10 @@ impl Tally {
             Ok(looks) => (looks.into_iter().map(|(_, look)| look).collect(), None),
             Err(why) => (Vec::new(), Some(why.to_string())),
         };
-        Self { looks, flaw, wake, due: None }
+        Self { looks, flaw, wake, due: None, phase: hub.phase.clone() }
     }
 
-    /// Waits for a change.
+    /// Waits for a change. When this replica leaves, it stops to look, which is one.
     ///
     /// # Cancel safety
     /// Cancel safe.
@@ -84,7 +87,14 @@ impl Tally {
         let due = match self.due {
             Some(due) => due,
             None => {
-                self.wake.notify.notified().await;
+                tokio::select! {
+                    () = self.wake.notify.notified() => {}
+                    () = left(&mut self.phase), if !self.looks.is_empty() => {
+                        self.looks.clear();
+                        self.flaw = Some("this kas is shutting down".to_owned());
+                        return;
+                    }
+                }
                 *self.due.insert(Instant::now() + SETTLE)
             }
         };

@@ -586,6 +586,28 @@ async fn a_caller_has_64_subscriptions_and_a_shutdown_ends_them() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_shutdown_ends_the_watches_of_rows_that_nobody_asks_for_any_more() {
+    let lab = Lab::new(2);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    // The rows are kept fresh after the client has left, and the status page counts those of one agent.
+    drop(client);
+    let mut tally = super::Tally::new(&lab.hub, world::agent(1)).await;
+    while tally.counts().state != views::AgentState::Live {
+        tally.changed().await;
+    }
+    let open = || lab.worlds.values().map(|world| world.open.load(Ordering::SeqCst)).sum::<usize>();
+    assert!(open() > 2, "{}", open());
+    lab.lifecycle.advance(Phase::Leaving);
+    tally.changed().await;
+    let counts = tally.counts();
+    assert_eq!((counts.state, &*counts.reason), (views::AgentState::Absent, "this kas is shutting down"));
+    // Of paused time: much less than rows are kept fresh.
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!((open(), lab.hub.feeds.lock().len()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_summary_counts_objects_of_each_agent() {
     let lab = Lab::new(2);
     for n in 0..30 {
