@@ -151,6 +151,7 @@ fn a_fleet_has_a_live_view_answers_to_promql_and_gets_its_webhooks() -> Result<(
         assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
     }
     assert!(!shown.contains("problem"), "{shown}");
+    assert!(!shown.contains("killed: it did not exit in time"), "{shown}");
     assert!(!shown.contains(['\u{1b}', '\r']), "{shown}");
     assert!(is_empty(&temporary)?, "the folder is removed");
     Ok(())
@@ -284,7 +285,7 @@ fn the_suggested_commands_work_until_it_is_interrupted() -> Result<()> {
     assert!(status.success(), "{status}");
     let rest: Vec<String> = running.rest.iter().collect();
     let at = |name: &str| rest.iter().position(|line| line.trim_start().starts_with(name));
-    assert!(at("agentk ").is_some() && at("agentk ") < at("kas "), "{rest:?}");
+    assert!(at("kas ").is_some() && at("kas ") < at("agentk "), "{rest:?}");
     assert!(at("folder ").is_some(), "{rest:?}");
     assert!(is_empty(&running.temporary)?, "the folder is removed");
     running.wait_until_kas_is_gone()

@@ -3,14 +3,13 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    process::Stdio,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader, Lines},
-    process::{Child, ChildStdout},
+    process::{Child, ChildStdout, Command},
     time::{Instant, timeout, timeout_at},
 };
 
@@ -20,7 +19,8 @@ use super::{
     READY_WITHIN,
     balancer::Balancer,
     kasctl::{Agent, Event, Kasctl, output},
-    replicas::Replica,
+    kubectl,
+    replicas::{Replica, ReplicaSetup},
     service::{Service, child_command},
 };
 
@@ -28,7 +28,7 @@ use super::{
 pub(super) const AGENTS: [(&str, &str); 3] = [("1", "shop"), ("2", "garden"), ("3", "library")];
 pub(super) const PROJECT: &str = "1";
 /// The namespace that agentk reports. It runs outside of Kubernetes here.
-const NAMESPACE: &str = "quickstart";
+pub(super) const NAMESPACE: &str = "quickstart";
 
 /// A process of agentk.
 #[derive(Debug, Clone, Copy)]
@@ -67,29 +67,25 @@ pub(super) async fn start_demo(
     slot: &mut Option<Service>,
 ) -> Result<String> {
     let mut command = child_command(programs.path("testkit")?);
-    // It exits when this pipe is closed, which is when this process exits.
-    command.arg("demo-api").stdin(Stdio::piped());
-    let (service, stdout) = Service::start_with_output("demo API", command, dir.join("demo-api.log"))?;
-    let service = slot.insert(service);
-    let mut url = String::new();
-    let mut stdout = BufReader::new(stdout);
-    match timeout(READY_WITHIN, stdout.read_line(&mut url)).await {
-        Err(_) => Err(service.explain(&format!("is not ready after {READY_WITHIN:?}"))),
-        Ok(Ok(length)) if length > 0 => Ok(url.trim().to_owned()),
-        Ok(_) => Err(service.ended().await),
-    }
+    command.arg("demo-api");
+    let (url, _) =
+        Service::start_ready("demo API", command, dir.join("demo-api.log"), READY_WITHIN, slot).await?;
+    Ok(url)
 }
 
-pub(super) fn token_file(dir: &Path, id: &str) -> PathBuf {
+fn token_file(dir: &Path, id: &str) -> PathBuf {
     dir.join(format!("agent-{id}.token"))
 }
 
-/// Creates a token for each agent, given by id and name, and the file that lists the agents for kas.
-pub(super) async fn make_identities<S: AsRef<str>>(
-    kasctl: &Kasctl,
+/// Creates a token for each agent, given by id and name, the file that lists the agents for kas, and a user
+/// of its endpoint for kubectl, with its certificate. Returns how kasctl is called.
+pub(super) async fn register<S: AsRef<str>>(
+    programs: &Programs,
+    setup: &ReplicaSetup,
     dir: &Path,
     agents: impl IntoIterator<Item = (S, S)>,
-) -> Result<()> {
+) -> Result<Kasctl> {
+    let kasctl = Kasctl::new(programs.path("kasctl")?, &setup.api_secret(), 0);
     for (id, name) in agents {
         let (id, name) = (id.as_ref(), name.as_ref());
         let mut command = kasctl.bare();
@@ -101,7 +97,29 @@ pub(super) async fn make_identities<S: AsRef<str>>(
             .arg(token_file(dir, id));
         output(command).await.with_context(|| format!("cannot create a token for agent {id}"))?;
     }
-    Ok(())
+    kubectl::make_certificates(programs, dir).await?;
+    kubectl::make_user(&kasctl, dir).await?;
+    Ok(kasctl)
+}
+
+/// Returns a command that runs agentk in a pod of this namespace and name, as it reports, with the token of
+/// the agent `id`. It connects to `kas`, a list of addresses.
+pub(super) fn agentk(program: &Path, kas: &str, dir: &Path, id: &str, pod: (&str, &str)) -> Command {
+    let mut command = child_command(program);
+    command
+        .args(["--kas-address", kas])
+        .arg("--token-file")
+        .arg(token_file(dir, id))
+        .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])
+        .env("POD_NAMESPACE", pod.0)
+        .env("POD_NAME", pod.1);
+    command
+}
+
+/// Returns the addresses of these replicas, for an agentk that connects to two of them.
+pub(super) fn addresses(replicas: &[Replica]) -> String {
+    let all = replicas.iter().map(|replica| format!("grpc://127.0.0.1:{}", replica.ports.agent));
+    all.collect::<Vec<_>>().join(",")
 }
 
 /// Starts all agentk processes.
@@ -116,17 +134,10 @@ pub(super) async fn start(
     for pod in PODS {
         let order = pod.replicas.iter().map(|index| replicas[*index].ports.agent).collect();
         let port = balancer.open(order).await?;
-        let mut command = child_command(programs.path("agentk")?);
-        command
-            .arg("--kas-address")
-            .arg(format!("grpc://127.0.0.1:{port}"))
-            .arg("--token-file")
-            .arg(token_file(dir, AGENTS[pod.agent].0))
-            // One connection instead of two, so that the loss of a replica has a visible effect.
-            .args(["--replicas", "1"])
-            .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])
-            .env("POD_NAMESPACE", NAMESPACE)
-            .env("POD_NAME", pod.name);
+        let (kas, id) = (format!("grpc://127.0.0.1:{port}"), AGENTS[pod.agent].0);
+        let mut command = agentk(programs.path("agentk")?, &kas, dir, id, (NAMESPACE, pod.name));
+        // One connection instead of two, so that the loss of a replica has a visible effect.
+        command.args(["--replicas", "1"]);
         match cluster {
             Cluster::Demo(url) => {
                 command.arg("--kube-server").arg(url).env_remove("KUBECONFIG");

@@ -8,20 +8,16 @@ mod webhook;
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Stdio,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, Result, ensure};
 use devkit::{
     report::{Style, human, line, quoted},
-    workspace::{self, Programs, find_program},
+    workspace::{Programs, find_program},
 };
 use serde::Deserialize;
-use tokio::{
-    io::{AsyncBufReadExt as _, BufReader},
-    time::{Instant, sleep, timeout, timeout_at},
-};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use self::{
     objects::AGENTS,
@@ -30,10 +26,10 @@ use self::{
 };
 use super::{
     Processes, QuickstartArgs, READY_WITHIN, RESTART_AFTER,
-    agents::{Watch, make_identities},
+    agents::{self, Watch},
     deployment::Deployment,
     kasctl::Kasctl,
-    kubectl, kubernetes, outage,
+    kubernetes, outage,
     replicas::{Replica, ReplicaSetup},
     report::{Report, Step},
     service::{Service, child_command},
@@ -61,18 +57,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     kubernetes::check()?;
     let own = objects::own_address()?;
 
-    let mut step = report.step("Build kas, agentk and kasctl (takes minutes the first time)");
-    step.make_room();
-    let programs = if args.no_build {
-        Programs::beside_this_one()?
-    } else {
-        workspace::build(workspace::build_programs(args.release)).await?
-    };
-    step.took();
-    let folder = programs.path("kasctl")?.parent().context("kasctl is in no folder")?.to_owned();
-
-    let dir = tempfile::Builder::new().prefix("kas-quickstart-").tempdir().context("cannot make a folder")?;
-    let dir = processes.dir.insert(dir).path().to_owned();
+    let (programs, folder) = steps::build(&mut report, args).await?;
+    let dir = processes.make_dir()?;
 
     let mut step = report.step("Start a small server of recorded metrics");
     let (server, mut receiver) = start_recorded(&programs, &dir, own, processes).await?;
@@ -93,10 +79,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
 
     let mut step = report.step("Register twenty agents and write their kas.yaml");
     let setup = ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?.with_fleet();
-    let kasctl = Kasctl::new(programs.path("kasctl")?, &setup.api_secret(), 0);
-    make_identities(&kasctl, &dir, (1..=AGENTS).map(|agent| (agent.to_string(), name(agent)))).await?;
-    kubectl::make_certificates(&programs, &dir).await?;
-    kubectl::make_user(&kasctl, &dir).await?;
+    let agents = (1..=AGENTS).map(|agent| (agent.to_string(), name(agent)));
+    let kasctl = agents::register(&programs, &setup, &dir, agents).await?;
     objects::write_configuration(&dir)?;
     step.took();
     step.fact("agents", format_args!("{} to {}, ids 1 to {AGENTS}", name(1), name(AGENTS)));
@@ -148,18 +132,10 @@ async fn start_recorded(
 ) -> Result<(std::net::SocketAddr, Receiver)> {
     let mut command = child_command(programs.path("testkit")?);
     let listen = std::net::SocketAddr::new(own, 0).to_string();
-    // It exits when this pipe is closed, which is when this process exits.
-    command.args(["demo-prometheus", "--listen", &listen]).stdin(Stdio::piped());
-    let (service, stdout) = Service::start_with_output("the recording", command, dir.join("recording.log"))?;
-    let service = processes.recorded.insert(service);
-    let mut lines = BufReader::new(stdout).lines();
-    match timeout(READY_WITHIN, lines.next_line()).await {
-        Err(_) => Err(service.explain(&format!("is not ready after {READY_WITHIN:?}"))),
-        Ok(Ok(Some(address))) => {
-            Ok((address.trim().parse().context("the recording printed no address")?, Receiver(lines)))
-        }
-        Ok(_) => Err(service.ended().await),
-    }
+    command.args(["demo-prometheus", "--listen", &listen]);
+    let (log, slot) = (dir.join("recording.log"), &mut processes.recorded);
+    let (address, lines) = Service::start_ready("the recording", command, log, READY_WITHIN, slot).await?;
+    Ok((address.parse().context("the recording printed no address")?, Receiver(lines)))
 }
 
 async fn start_agents(
@@ -460,7 +436,7 @@ fn print_next(style: Style, processes: &Processes, deployment: &Deployment, next
     commands.extend([
         (format!("promql env=prod 'sum by (agent) (rate({COUNTER}[5m]))'"), "ten of the agents"),
         (format!("promql all 'sum(rate({COUNTER}[5m]))' --range 1h --step 10m"), "over time"),
-        (format!("kill {}", pid(agent - 1)), "the agentk of team-07: it comes back after a while. Meanwhile:"),
+        (format!("kill -9 {}", pid(agent - 1)), "the agentk of team-07: it comes back after a while. Meanwhile:"),
         (
             format!(
                 "curl -i -X POST http://127.0.0.1:{}/hooks/v1/{agent}/push -H \"Authorization: Bearer $(cat {secret})\" -d '{{}}'",

@@ -10,22 +10,21 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use devkit::{
     report::{human, line},
-    workspace::{self, Programs, find_program},
+    workspace::{Programs, find_program},
 };
-use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::time::{Instant, sleep};
 
 use super::{
     Processes, QuickstartArgs, READY_WITHIN,
-    agents::{AGENTS, make_identities, token_file},
+    agents::{self, AGENTS, NAMESPACE},
     deployment::Deployment,
     kasctl::Kasctl,
-    kubectl, kubernetes,
+    kubernetes,
     replicas::{self, MANIFESTS, ReplicaSetup},
     report::Report,
     service::{Service, child_command},
-    steps::Shown,
+    steps::{self, Shown},
 };
 
 /// How long something may take that kas does within a second on an idle machine.
@@ -173,17 +172,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     line("kas reads a bare repository and applies it through agentk to a real Kubernetes API server.\n");
     kubernetes::check()?;
 
-    let mut step = report.step("Build kas, agentk and kasctl (takes minutes the first time)");
-    step.make_room();
-    let programs = if args.no_build {
-        Programs::beside_this_one()?
-    } else {
-        workspace::build(workspace::build_programs(args.release)).await?
-    };
-    step.took();
-
-    let dir = tempfile::Builder::new().prefix("kas-quickstart-").tempdir().context("cannot make a folder")?;
-    let dir = processes.dir.insert(dir).path().to_owned();
+    let (programs, _) = steps::build(&mut report, args).await?;
+    let dir = processes.make_dir()?;
 
     let mut step = report.step("Start kube-apiserver and etcd");
     let kubeconfig = kubernetes::start(&programs, &dir, None, processes).await?;
@@ -194,10 +184,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     let repository = Repository::create(&dir).await?;
     let setup =
         ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?.with_manifests(&repository.bare);
-    let kasctl = Kasctl::new(programs.path("kasctl")?, &setup.api_secret(), 0);
-    make_identities(&kasctl, &dir, AGENTS).await?;
-    kubectl::make_certificates(&programs, &dir).await?;
-    kubectl::make_user(&kasctl, &dir).await?;
+    let kasctl = agents::register(&programs, &setup, &dir, AGENTS).await?;
     let folder = dir.join("config/agents").join(AGENT.1);
     fs::create_dir_all(&folder).context("cannot create the folder of the configuration")?;
     fs::write(folder.join("config.yaml"), CONFIG).context("cannot write config.yaml")?;
@@ -317,19 +304,9 @@ fn start_agent(
     kubeconfig: &Path,
     replicas: &[replicas::Replica],
 ) -> Result<Service> {
-    let addresses: Vec<String> =
-        replicas.iter().map(|replica| format!("grpc://127.0.0.1:{}", replica.ports.agent)).collect();
-    let mut command = child_command(programs.path("agentk")?);
-    command
-        .arg("--kas-address")
-        .arg(addresses.join(","))
-        .arg("--token-file")
-        .arg(token_file(dir, AGENT.0))
-        .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])
-        .arg("--kubeconfig")
-        .arg(kubeconfig)
-        .env("POD_NAMESPACE", "quickstart")
-        .env("POD_NAME", "pod-1");
+    let kas = agents::addresses(replicas);
+    let mut command = agents::agentk(programs.path("agentk")?, &kas, dir, AGENT.0, (NAMESPACE, "pod-1"));
+    command.arg("--kubeconfig").arg(kubeconfig);
     Service::start("agentk", command, dir.join("agentk.log"))
 }
 
@@ -362,9 +339,7 @@ async fn kill(repository: &Repository, deployment: &Deployment, processes: &mut 
     let marker = format!("many-{KILL_AFTER:03}");
     processes.guard(until_is(&other, &marker, Some("grey"))).await?;
     let mut victim = processes.replicas[home].service.take().context("the home does not run")?;
-    let pid =
-        victim.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)).context("the home has no process")?;
-    kill_process(pid, Signal::KILL).context("cannot kill the home")?;
+    victim.kill()?;
     let killed = Instant::now();
     let _ = victim.ended().await;
     let last = format!("many-{:03}", MANY - 1);

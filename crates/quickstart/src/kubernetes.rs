@@ -3,22 +3,15 @@
 use std::{
     env,
     path::{Path, PathBuf},
-    process::Stdio,
     time::Duration,
-};
-
-use anyhow::{Result, bail};
-use devkit::workspace::{Programs, find_program};
-use tokio::{
-    io::{AsyncBufReadExt as _, BufReader},
-    process::Command,
-    time::timeout,
 };
 
 use super::{
     Processes,
     service::{Service, child_command},
 };
+use anyhow::{Result, bail};
+use devkit::workspace::{Programs, find_program};
 
 /// How long etcd and the API server may take to become ready, once they are built.
 const SERVER_WITHIN: Duration = Duration::from_secs(180);
@@ -43,22 +36,14 @@ pub(super) async fn start(
     objects: Option<&Path>,
     processes: &mut Processes,
 ) -> Result<PathBuf> {
-    let mut command: Command = child_command(programs.path("testkit")?);
-    // It exits when this pipe is closed, which is when this process exits.
-    command.arg("kubernetes").stdin(Stdio::piped());
+    let mut command = child_command(programs.path("testkit")?);
+    command.arg("kubernetes");
     if let Some(objects) = objects {
         command.arg("--objects").arg(objects);
     }
-    let (service, stdout) =
-        Service::start_with_output("kube-apiserver", command, dir.join("kubernetes.log"))?;
-    let service = processes.demo.insert(service);
-    let mut path = String::new();
-    let mut stdout = BufReader::new(stdout);
     // Building it for the first time takes minutes.
     let within = if env::var_os("KUBEBUILDER_ASSETS").is_some() { SERVER_WITHIN } else { 10 * SERVER_WITHIN };
-    match timeout(within, stdout.read_line(&mut path)).await {
-        Err(_) => Err(service.explain(&format!("is not ready after {within:?}"))),
-        Ok(Ok(length)) if length > 0 => Ok(path.trim().into()),
-        Ok(_) => Err(service.ended().await),
-    }
+    let log = dir.join("kubernetes.log");
+    let (path, _) = Service::start_ready("kube-apiserver", command, log, within, &mut processes.demo).await?;
+    Ok(path.into())
 }

@@ -3,7 +3,6 @@
 use std::{collections::HashSet, process::Stdio, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
-use rustix::process::{Pid, Signal, kill_process};
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader},
     process::{Child, ChildStdout},
@@ -65,13 +64,11 @@ pub(super) async fn kill(
     }
     processes.pause(BEFORE).await?;
 
-    let pid = processes.replicas[VICTIM].pid();
-    let pid = pid.and_then(|id| Pid::from_raw(id.try_into().ok()?)).context("replica 2 does not run")?;
     let mut victim = processes.replicas[VICTIM].service.take().context("replica 2 does not run")?;
     let (answered, failed) = traffic.count();
     let (mut records, before) = (traffic.records(), began.elapsed());
     let killed = Instant::now();
-    kill_process(pid, Signal::KILL).context("cannot kill replica 2")?;
+    let pid = victim.kill()?;
 
     step.fact("before", format_args!("{answered} answered in {}, {failed} failed", human(before)));
     step.fact("times", "since the kill, as seen by kasctl; each includes the query");

@@ -1,6 +1,6 @@
 //! The processes of the demonstration: watched while it runs, and stopped in order at its end.
 
-use std::{future::poll_fn, pin::Pin, task::Poll, time::Duration};
+use std::{future::poll_fn, path::PathBuf, pin::Pin, task::Poll, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow};
 use devkit::report::{Style, human, line};
@@ -58,6 +58,12 @@ async fn first<'a>(services: impl Iterator<Item = (Ended, &'a mut Service)>) -> 
 }
 
 impl Processes {
+    /// Makes the folder of the demonstration.
+    pub(super) fn make_dir(&mut self) -> Result<PathBuf> {
+        let dir = tempfile::Builder::new().prefix("kas-quickstart-").tempdir();
+        Ok(self.dir.insert(dir.context("cannot make a folder")?).path().to_owned())
+    }
+
     /// Waits until a process exits unexpectedly.
     pub(super) async fn ended(&mut self) -> (Ended, anyhow::Error) {
         let replicas = self.replicas.iter_mut().enumerate();
@@ -108,7 +114,8 @@ impl Processes {
         }
     }
 
-    /// Stops the processes, clients before servers, and removes the folder.
+    /// Stops the processes, and removes the folder. kas is the first: its own watches go through agentk, which
+    /// would wait for their end.
     pub(super) async fn stop(&mut self) -> Result<()> {
         let style = Style::of_stdout();
         let agents = std::mem::take(&mut self.agents);
@@ -118,8 +125,8 @@ impl Processes {
         let recorded: Vec<Service> = self.recorded.take().into_iter().collect();
         let mut has_title = false;
         for (name, services) in [
-            ("agentk", agents),
             ("kas", replicas),
+            ("agentk", agents),
             ("Redis", redis),
             ("demo API", demo),
             ("recording", recorded),

@@ -9,7 +9,11 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process};
-use tokio::{process::Command, time::timeout};
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader, Lines},
+    process::{ChildStdout, Command},
+    time::timeout,
+};
 
 use devkit::workspace::find_program;
 
@@ -54,16 +58,26 @@ impl Service {
         Self::spawn(name, command, stdout, file, log)
     }
 
-    /// Like [`Service::start`], and returns the process's standard output.
-    pub(super) fn start_with_output(
+    /// Starts one of the servers of the demonstration: it prints a line when it is ready, and exits when its
+    /// standard input is closed, which is when this process exits. Returns that line, and what it prints after
+    /// it. Standard error goes to `log`.
+    pub(super) async fn start_ready(
         name: &'static str,
-        command: Command,
+        mut command: Command,
         log: PathBuf,
-    ) -> Result<(Self, tokio::process::ChildStdout)> {
+        within: Duration,
+        slot: &mut Option<Self>,
+    ) -> Result<(String, Lines<BufReader<ChildStdout>>)> {
         let file = File::create_new(&log).with_context(|| format!("cannot create {}", log.display()))?;
-        let mut service = Self::spawn(name, command, Stdio::piped(), file, log)?;
+        command.stdin(Stdio::piped());
+        let service = slot.insert(Self::spawn(name, command, Stdio::piped(), file, log)?);
         let stdout = service.child.stdout.take().context("the process has no standard output")?;
-        Ok((service, stdout))
+        let mut lines = BufReader::new(stdout).lines();
+        match timeout(within, lines.next_line()).await {
+            Err(_) => Err(service.explain(&format!("is not ready after {within:?}"))),
+            Ok(Ok(Some(line))) => Ok((line.trim().to_owned(), lines)),
+            Ok(_) => Err(service.ended().await),
+        }
     }
 
     fn spawn(
@@ -86,6 +100,17 @@ impl Service {
     /// Returns the process's id while it runs.
     pub(super) fn id(&self) -> Option<u32> {
         self.child.id()
+    }
+
+    fn pid(&self) -> Option<Pid> {
+        Pid::from_raw(self.id()?.try_into().ok()?)
+    }
+
+    /// Kills the process, and does not wait until it has ended. Returns its id.
+    pub(super) fn kill(&self) -> Result<Pid> {
+        let pid = self.pid().with_context(|| format!("{} does not run", self.name))?;
+        kill_process(pid, Signal::KILL).with_context(|| format!("cannot kill {}", self.name))?;
+        Ok(pid)
     }
 
     /// Waits until the process exits unexpectedly, which is always an error.
@@ -119,7 +144,7 @@ impl Service {
     /// Asks the process to exit, and kills it if it has not done so within `patience`. Returns what was
     /// wrong, if anything.
     pub(super) async fn stop(mut self, patience: Duration) -> Result<Option<&'static str>> {
-        let Some(pid) = self.child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)) else {
+        let Some(pid) = self.pid() else {
             return Ok(Some("was not running"));
         };
         // Not waited for yet, so the id still belongs to this process, even if it has exited.

@@ -66,19 +66,8 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
         redis::program()?;
     }
 
-    let mut step = report.step("Build kas, agentk and kasctl (takes minutes the first time)");
-    step.make_room();
-    let programs = if args.no_build {
-        Programs::beside_this_one()?
-    } else {
-        workspace::build(workspace::build_programs(args.release)).await?
-    };
-    step.took();
-    let folder = programs.path("kasctl")?.parent().context("kasctl is in no folder")?;
-    step.fact("programs", folder.display());
-
-    let dir = tempfile::Builder::new().prefix("kas-quickstart-").tempdir().context("cannot make a folder")?;
-    let dir = processes.dir.insert(dir).path().to_owned();
+    let (programs, folder) = build(&mut report, args).await?;
+    let dir = processes.make_dir()?;
 
     let cluster = match &args.kubeconfig {
         Some(kubeconfig) => Cluster::Kubeconfig(kubeconfig.clone(), args.context.clone()),
@@ -101,10 +90,7 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
 
     let mut step = report.step("Register three agents and create two secrets");
     let shared = ReplicaSetup::make(programs.path("kas")?, &dir, args.tracker)?;
-    let kasctl = Kasctl::new(programs.path("kasctl")?, &shared.api_secret(), 0);
-    agents::make_identities(&kasctl, &dir, AGENTS).await?;
-    kubectl::make_certificates(&programs, &dir).await?;
-    kubectl::make_user(&kasctl, &dir).await?;
+    let kasctl = agents::register(&programs, &shared, &dir, AGENTS).await?;
     step.took();
     let list: Vec<String> = AGENTS.iter().map(|(id, name)| format!("{id} ({name})")).collect();
     step.fact("agents", format_args!("{}, of project {PROJECT}", list.join(", ")));
@@ -122,10 +108,25 @@ pub(super) async fn show(args: &QuickstartArgs, processes: &mut Processes) -> Re
     restart_victim(&mut report, processes, &deployment).await?;
 
     if !args.once {
-        let next = Next { folder, dir: &dir, kubeconfig: &kubeconfig, holder };
+        let next = Next { folder: &folder, dir: &dir, kubeconfig: &kubeconfig, holder };
         print_next(style, processes, &deployment, &next, args.kubeconfig.is_none());
     }
     Ok(Shown { deployment, style, problems, teams: None })
+}
+
+/// The first step of every demonstration. Returns the programs, and their folder.
+pub(super) async fn build(report: &mut Report, args: &QuickstartArgs) -> Result<(Programs, PathBuf)> {
+    let mut step = report.step("Build kas, agentk and kasctl (takes minutes the first time)");
+    step.make_room();
+    let programs = if args.no_build {
+        Programs::beside_this_one()?
+    } else {
+        workspace::build(workspace::build_programs(args.release)).await?
+    };
+    step.took();
+    let folder = programs.path("kasctl")?.parent().context("kasctl is in no folder")?.to_owned();
+    step.fact("programs", folder.display());
+    Ok((programs, folder))
 }
 
 pub(super) async fn start_replicas(

@@ -6,12 +6,7 @@ use anyhow::Result;
 use devkit::report::{Style, line};
 use tokio::time::sleep;
 
-use super::{
-    Processes, RESTART_AFTER,
-    agents::token_file,
-    replicas::Replica,
-    service::{Service, child_command},
-};
+use super::{Processes, RESTART_AFTER, agents, replicas::Replica, service::Service};
 
 /// The service account of each namespace.
 pub(super) const ACCOUNT: &str = "agentk";
@@ -39,21 +34,11 @@ pub(super) struct Teams {
 impl Teams {
     /// Starts the agentk of an agent, which connects to two of the replicas.
     pub(super) fn start(&self, agent: usize, replicas: &[Replica]) -> Result<Service> {
-        let addresses: Vec<String> =
-            replicas.iter().map(|replica| format!("grpc://127.0.0.1:{}", replica.ports.agent)).collect();
-        let mut command = child_command(&self.program);
-        command
-            .arg("--kas-address")
-            .arg(addresses.join(","))
-            .arg("--token-file")
-            .arg(token_file(&self.dir, &agent.to_string()))
-            .arg("--kubeconfig")
-            .arg(&self.kubeconfig)
-            // What it may do is what this service account may.
-            .args(["--as", &user(agent)])
-            .args(["--observability-address", "127.0.0.1:0", "--log-format", "text"])
-            .env("POD_NAMESPACE", name(agent))
-            .env("POD_NAME", format!("agentk-{agent:02}"));
+        let (id, namespace, pod) = (agent.to_string(), name(agent), format!("agentk-{agent:02}"));
+        let mut command =
+            agents::agentk(&self.program, &agents::addresses(replicas), &self.dir, &id, (&namespace, &pod));
+        // What it may do is what this service account may.
+        command.arg("--kubeconfig").arg(&self.kubeconfig).args(["--as", &user(agent)]);
         // Each start has a log of its own.
         let mut log = self.dir.join(format!("agentk-{agent:02}.log"));
         let mut starts = 1;

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use devkit::report::human;
-use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use serde_json::Value;
 use tokio::{
@@ -18,7 +17,7 @@ use super::{
     objects::{ANNOTATION, CONFIG_MAP, secret_file},
 };
 use crate::{
-    END_WITHIN, Processes,
+    Processes,
     deployment::Deployment,
     http,
     kasctl::Kasctl,
@@ -144,9 +143,10 @@ pub(super) async fn show(
     let front = &deployment.kasctl[0];
     let mut step = report.step(&format!("Send two webhooks to {team} while its agent is away"));
     processes.guard(Hooks::until(front, "that kas knows the webhooks", |hooks| hooks.known)).await?;
-    let agent = processes.agents.remove(AGENT - 1);
-    let pid = agent.id().unwrap_or_default();
-    let stopped = agent.stop(END_WITHIN).await?;
+    let mut agent = processes.agents.remove(AGENT - 1);
+    // A clean end would wait for the watches of the view, which kas keeps for a while.
+    let pid = agent.kill()?;
+    let _ = agent.ended().await;
     processes.guard(is_away(front)).await?;
     let home = Hooks::ask(front).await?.replica;
     let home = deployment.names.iter().position(|name| *name == home);
@@ -163,10 +163,7 @@ pub(super) async fn show(
     let other = deployment.kasctl[first].clone();
     let hooks = processes.guard(Hooks::until(&other, "two wait", |hooks| hooks.waiting() == 2)).await?;
     step.took();
-    step.fact(
-        "stopped",
-        format_args!("kill {pid}: the agentk of {team}{}", stopped.map_or("", |_| ", at last with -9")),
-    );
+    step.fact("killed", format_args!("kill -9 {pid}: the agentk of {team}"));
     step.fact("command", format_args!("curl -i -X POST http://127.0.0.1:{port}/hooks/v1/{AGENT}/push \\"));
     step.fact("", format_args!("  -H \"Authorization: Bearer $(cat {})\" \\", secret_file.display()));
     step.fact("", format_args!("  -d '{BODY}'"));
@@ -186,9 +183,7 @@ pub(super) async fn show(
 
     let mut step = report.step("Kill the replica that would deliver, then start the agent");
     let mut victim = processes.replicas[home].service.take().context("the home does not run")?;
-    let pid =
-        victim.id().and_then(|id| Pid::from_raw(id.try_into().ok()?)).context("the home has no process")?;
-    kill_process(pid, Signal::KILL).context("cannot kill the home")?;
+    let pid = victim.kill()?;
     let killed = Instant::now();
     let _ = victim.ended().await;
     let name_of_dead = &deployment.names[home];
@@ -221,7 +216,7 @@ pub(super) async fn show(
     let left = Hooks::until(&other, "nothing waits", |hooks| hooks.kept.is_empty());
     processes.guard_all_but_replicas(left).await?;
     step.took();
-    step.fact("killed", format_args!("kill -9 {}: replica {}", pid.as_raw_nonzero(), home + 1));
+    step.fact("killed", format_args!("kill -9 {}: replica {}", pid, home + 1));
     let new_home = deployment.with_numbers(&format!("replica {}", moved.replica));
     step.fact("kept", format_args!("{new_home} has both webhooks, after {}", human(moved_after)));
     step.fact("started", format_args!("the agentk of {team}; times from here"));
