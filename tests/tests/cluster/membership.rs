@@ -1,9 +1,6 @@
 //! Membership: replicas find each other, detect each other's failure and return, and agree on exact sets.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::json;
@@ -11,10 +8,11 @@ use testkit::{
     agent16::Agent16,
     kas::{token, within},
     mesh::{Mesh, Options},
+    names::NameServer,
     process::SOON,
     raw_agent::Kind,
 };
-use tokio::{net::UdpSocket, sync::watch, task::JoinSet, time::Instant};
+use tokio::time::Instant;
 
 use crate::ledger::echo;
 
@@ -69,43 +67,12 @@ async fn replicas_with_one_seed_find_each_other() -> Result<()> {
     Ok(())
 }
 
-/// Answers every query for A records with the current addresses; returns its own address.
-pub(crate) async fn name_server(
-    tasks: &mut JoinSet<()>,
-    answers: watch::Receiver<Vec<IpAddr>>,
-) -> Result<SocketAddr> {
-    let socket = UdpSocket::bind("127.0.0.1:0").await?;
-    let address = socket.local_addr()?;
-    tasks.spawn(async move {
-        let mut question = [0; 512];
-        while let Ok((len, from)) = socket.recv_from(&mut question).await {
-            // An empty label ends the name, and type and class follow; the rest is ignored.
-            let Some(name) = question[12..len].iter().position(|byte| *byte == 0) else { continue };
-            let (kind, end) = (12 + name + 1, 12 + name + 5);
-            let is_a = question[kind..kind + 2] == [0, 1];
-            let known = if is_a { answers.borrow().clone() } else { Vec::new() };
-            let mut answer = question[..2].to_vec();
-            answer.extend([0x81, 0x80, 0, 1, 0, u8::try_from(known.len()).unwrap(), 0, 0, 0, 0]);
-            answer.extend(&question[12..end]);
-            for ip in known {
-                let IpAddr::V4(ip) = ip else { continue };
-                answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4]);
-                answer.extend(ip.octets());
-            }
-            let _ = socket.send_to(&answer, from).await;
-        }
-    });
-    Ok(address)
-}
-
 #[tokio::test]
 async fn replicas_find_each_other_after_dns_records_appear() -> Result<()> {
     let mut mesh = Mesh::start_with(Options { start: false, ..Options::default() }).await?;
-    let (addresses, answers) = watch::channel(Vec::new());
-    let mut tasks = JoinSet::new();
-    let nameserver = name_server(&mut tasks, answers).await?;
+    let names = NameServer::start().await?;
     mesh.set_discovery(json!({
-        "dns": { "name": "kas.test", "nameserver": nameserver, "refresh": "1s" },
+        "dns": { "name": "kas.test", "nameserver": names.address, "refresh": "1s" },
     }));
     mesh.start_replicas(&[0, 1, 2]).await?;
     let held = mesh.agent(0, 1, Kind::Ours, 2).await?;
@@ -114,13 +81,13 @@ async fn replicas_find_each_other_after_dns_records_appear() -> Result<()> {
         mesh.converged_among(&[n], &[]).await?;
     }
     // Two of them, without the third; then the third as well.
-    addresses.send_replace(vec![mesh.private(0).ip(), mesh.private(1).ip()]);
+    names.set(vec![mesh.private(0).ip(), mesh.private(1).ip()]);
     mesh.converged(&[(1, 0)]).await?;
-    addresses.send_replace((0..3).map(|n| mesh.private(n).ip()).collect());
+    names.set((0..3).map(|n| mesh.private(n).ip()).collect());
     echo(&mesh, 2, 1).await?;
     // An empty answer changes nothing for replicas that know each other.
     mesh.converged(&[(1, 0)]).await?;
-    addresses.send_replace(Vec::new());
+    names.set(Vec::new());
     let other = mesh.agent(2, 2, Kind::Ours, 2).await?;
     mesh.converged(&[(1, 0), (2, 2)]).await?;
     drop((held, other));

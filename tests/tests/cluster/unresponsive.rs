@@ -9,12 +9,12 @@ use testkit::{
     handler::path,
     kas::{get, token, within},
     mesh::{EXPLAIN_AGENT, Mesh, Options},
+    names::NameServer,
     process::SOON,
     raw_agent::{Kind, RawAgent},
 };
-use tokio::{sync::watch, task::JoinSet};
 
-use crate::{ledger::echo, membership::name_server};
+use crate::ledger::echo;
 
 /// Sends a request that finds no tunnel, and returns the status message.
 async fn status_message(mesh: &Mesh, replica: usize, agent: i64) -> Result<String> {
@@ -148,11 +148,9 @@ async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
     let config = json!({ "private_api": { "listen": { "address": "0.0.0.0:0" } } });
     let options = Options { replicas: 2, start: false, config, ..Options::default() };
     let mut mesh = Mesh::start_with(options).await?;
-    let (addresses, answers) = watch::channel(Vec::new());
-    let mut tasks = JoinSet::new();
-    let nameserver = name_server(&mut tasks, answers).await?;
+    let names = NameServer::start().await?;
     mesh.set_discovery(
-        json!({ "dns": { "name": "kas.test", "port": 8155, "nameserver": nameserver, "refresh": "1s" } }),
+        json!({ "dns": { "name": "kas.test", "port": 8155, "nameserver": names.address, "refresh": "1s" } }),
     );
     let (probes, other) = (mesh.observability(0), mesh.private(1).ip());
     let probed = async {
@@ -171,7 +169,7 @@ async fn probes_are_answered_before_the_own_address_is_known() -> Result<()> {
         assert!(text.contains("starting"), "{text}");
         let (status, metrics) = get(probes, "/metrics").await?;
         assert!(status == StatusCode::OK && metrics.contains("kas_requests_open"), "{metrics}");
-        addresses.send_replace(vec![other]);
+        names.set(vec![other]);
         anyhow::Ok(())
     };
     let (started, probed) = tokio::join!(mesh.start_unready(0), probed);

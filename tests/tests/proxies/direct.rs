@@ -21,6 +21,8 @@ use testkit::{
     http1::read_head,
     kas::{eventually, token, write_private},
     mesh::{EXPLAIN_AGENT, Mesh, Options},
+    names::NameServer,
+    process::SOON,
     proxy::Proxy,
 };
 use tokio::{
@@ -35,26 +37,33 @@ const SECRET: &str = "the-secret-of-the-proxies";
 const ASKING_GRPC: &str = "gRPC: calls of the API";
 const ASKING_HTTP: &str = "kubectl: ask first";
 const ACCEL: &str = "kubectl: X-Accel-Redirect";
+const PODS_GRPC: &str = "Pods, gRPC: calls of the API";
+const PODS_ACCEL: &str = "Pods, kubectl: X-Accel-Redirect";
 const API: u16 = 8153;
 const HTTP: u16 = 8154;
 const DIRECT: u16 = 8157;
 
-/// Three replicas, and an agent at some of them.
+/// Replicas, and an agent at some of them.
 struct Setup {
     mesh: Mesh,
     api_server: ApiServer,
-    _agentk: Agentk,
+    agentks: Vec<Agentk>,
     _files: TempDir,
 }
 
 impl Setup {
-    /// The agent is connected to these replicas.
+    /// There are three replicas, and the agent is connected to these.
     async fn start(holders: &[usize]) -> Result<Self> {
+        Self::start_of(3, holders).await
+    }
+
+    /// The first three of these replicas are started, and the agent is connected to `holders`.
+    async fn start_of(replicas: usize, holders: &[usize]) -> Result<Self> {
         let files = TempDir::with_prefix("direct-test-")?;
         let (users, secret) = (files.path().join("users.yaml"), files.path().join("secret"));
         write_users(&users, &[("jane", JANE)])?;
         write_private(&secret, SECRET)?;
-        let mut mesh = Mesh::start_with(Options { start: false, ..Options::default() }).await?;
+        let mut mesh = Mesh::start_with(Options { replicas, start: false, ..Options::default() }).await?;
         mesh.add_config(json!({
             "agent": { "kubernetes_api": {
                 "users": { "file": users },
@@ -62,7 +71,7 @@ impl Setup {
             } },
             "direct": { "authentication_secret_file": secret },
         }));
-        for n in 0..3 {
+        for n in 0..replicas {
             let at = |port| SocketAddr::new(mesh.private(n).ip(), port);
             let own = json!({
                 "agent": { "kubernetes_api": { "listen": { "address": at(HTTP) } } },
@@ -71,16 +80,28 @@ impl Setup {
             mesh.add_config_of(n, own);
         }
         mesh.start_replicas(&[0, 1, 2]).await?;
-        let api_server = ApiServer::start().await?;
-        let urls: Vec<String> = holders.iter().map(|n| format!("grpc://{}", mesh.agents(*n))).collect();
-        let server = api_server.url()?;
+        let mut it = Self { mesh, api_server: ApiServer::start().await?, agentks: Vec::new(), _files: files };
+        it.connect(holders, holders).await?;
+        Ok(it)
+    }
+
+    /// Connects a pod of the agent to some replicas, and waits until all know the holders.
+    async fn connect(&mut self, to: &[usize], holders: &[usize]) -> Result<()> {
+        let urls: Vec<String> = to.iter().map(|n| format!("grpc://{}", self.mesh.agents(*n))).collect();
+        let server = self.api_server.url()?;
         let agentk = Agentk::start_at_urls(&urls.join(","), &token(1), &["--kube-server", &server]).await?;
         agentk.connected().await?;
+        self.agentks.push(agentk);
+        self.known(holders).await
+    }
+
+    /// Waits until all replicas know that these hold the agent, and where they are reached.
+    async fn known(&self, holders: &[usize]) -> Result<()> {
         let holds: Vec<(i64, usize)> = holders.iter().map(|n| (1, *n)).collect();
-        mesh.converged(&holds).await?;
+        self.mesh.converged(&holds).await?;
         // Tables come over TCP at once, and the addresses for callers with the first gossip.
-        for n in 0..3 {
-            let caller = mesh.caller(n).await?;
+        for n in self.mesh.running() {
+            let caller = self.mesh.caller(n).await?;
             eventually("the replica knows where the holders are reached", async || {
                 let asked = ExplainAgentRequest { agent_id: 1 };
                 let told: ExplainAgentResponse = caller.unary(EXPLAIN_AGENT, &asked).await?;
@@ -91,7 +112,7 @@ impl Setup {
             })
             .await?;
         }
-        Ok(Self { mesh, api_server, _agentk: agentk, _files: files })
+        Ok(())
     }
 
     fn ips(&self) -> [IpAddr; 3] {
@@ -135,10 +156,10 @@ impl Setup {
         Ok(())
     }
 
-    /// How many requests each replica has sent to agents.
-    async fn answered(&self) -> Result<[f64; 3]> {
-        let mut counts = [0.0; 3];
-        for (n, count) in counts.iter_mut().enumerate() {
+    /// How many requests of clients each of these replicas has sent to agents.
+    async fn answered<const N: usize>(&self, replicas: [usize; N]) -> Result<[f64; N]> {
+        let mut counts = [0.0; N];
+        for (n, count) in replicas.into_iter().zip(&mut counts) {
             *count = self.mesh.kas(n).metric("kas_requests_total{outcome=\"Answered\"}").await?;
         }
         Ok(counts)
@@ -226,7 +247,7 @@ async fn nginx_sends_requests_to_the_replica_that_holds_the_agent() -> Result<()
             upgraded.ends_at_api_server().await?;
         }
     }
-    let [first, second, third] = it.answered().await?;
+    let [first, second, third] = it.answered([0, 1, 2]).await?;
     ensure!(first == 0.0 && third == 0.0, "through another replica: {first}, {second}, {third}");
     ensure!(second >= 20.0, "{second}");
     // kasctl tells the same.
@@ -308,5 +329,47 @@ async fn no_request_fails_when_the_owner_dies_or_the_secret_is_wrong() -> Result
         it.get(&accel).await?;
     }
     it.post(&accel, 2 << 20).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn requests_go_on_while_pods_are_replaced_by_others_at_new_addresses() -> Result<()> {
+    let mut it = Setup::start_of(4, &[0, 1]).await?;
+    let names = NameServer::start().await?;
+    let pods = |it: &Setup, which: &[usize]| which.iter().map(|n| it.mesh.private(*n).ip()).collect();
+    names.set(pods(&it, &[0, 1, 2]));
+    let (grpc, accel) = tokio::try_join!(
+        Proxy::direct_to_pods(PODS_GRPC, true, names.address, SECRET),
+        Proxy::direct_to_pods(PODS_ACCEL, false, names.address, SECRET)
+    )?;
+    let caller = it.caller(&grpc).await?;
+    let all = async |it: &Setup, what: &str| {
+        for _ in 0..5 {
+            echo(&caller, 1, "x").await.with_context(|| format!("gRPC, {what}"))?;
+            it.get(&accel).await.with_context(|| format!("kubectl, {what}"))?;
+        }
+        it.post(&accel, 2 << 20).await.with_context(|| format!("an upload, {what}"))
+    };
+    let sent = 11.0;
+    all(&it, "at first").await?;
+    let [first, second, none] = it.answered([0, 1, 2]).await?;
+    ensure!(first + second == sent && none == 0.0, "through another replica: {first}, {second}, {none}");
+    // The others name it until they know, and so does the name server.
+    it.mesh.kill(0).await?;
+    all(&it, "a pod is killed").await?;
+    it.mesh.start_replicas(&[3]).await?;
+    names.set(pods(&it, &[1, 2, 3]));
+    it.connect(&[3], &[1, 3]).await?;
+    all(&it, "another pod has come").await?;
+    it.mesh.leave(1, SOON).await?;
+    names.set(pods(&it, &[2, 3]));
+    all(&it, "a pod is shut down").await?;
+    // Only the new one is left, at an address that is in no file of nginx.
+    it.known(&[3]).await?;
+    let before = it.answered([2, 3]).await?;
+    all(&it, "the agent is at the new pod").await?;
+    let after = it.answered([2, 3]).await?;
+    ensure!(after[0] == before[0], "through another replica: {before:?}, {after:?}");
+    ensure!(after[1] - before[1] == sent, "{before:?}, {after:?}");
     Ok(())
 }
