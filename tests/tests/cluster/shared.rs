@@ -1,17 +1,20 @@
 //! Several replicas that share their state in a real Redis.
 
-use std::{os::unix::fs::PermissionsExt as _, time::Duration};
+use std::{net::SocketAddr, os::unix::fs::PermissionsExt as _, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use grpc::{Code, Outcome};
 use http::StatusCode;
+use ids::TokenHash;
 use proto::kas::api::v1::{TrackerStatusRequest, TrackerStatusResponse};
 use serde_json::{Value, json};
 use testkit::{
+    endpoint::write_users,
     handler::path,
     kas::within,
     mesh::{Mesh, Options},
     process::SOON,
+    prometheus::{Ask, ask},
     raw_agent::{Kind, RawAgent},
     redis::Redis,
 };
@@ -229,6 +232,118 @@ async fn the_rate_of_a_token_is_shared_by_all_replicas() -> Result<()> {
         "{attempts} attempts at the second replica, of {BURST} that one alone allows"
     );
     Ok(())
+}
+
+/// A user of the endpoint for kubectl, whose requests of all kinds are counted in Redis.
+struct Counted<'a> {
+    mesh: &'a Mesh,
+    redis: &'a Redis,
+    name: &'a str,
+    token: &'a str,
+}
+
+impl Counted<'_> {
+    /// Where a replica serves it.
+    const DOOR: u16 = 8154;
+
+    /// Begins a request, and returns whether that is allowed: questions by PromQL at the first replica, and
+    /// lists at the others.
+    async fn may_begin(&self, replica: usize) -> Result<bool> {
+        let (path, form): (_, &[_]) = match replica {
+            0 => ("/fleet/prometheus/select/all/api/v1/query", &[("query", "up")]),
+            _ => ("/agents", &[]),
+        };
+        let address = SocketAddr::new(self.mesh.private(replica).ip(), Self::DOOR);
+        let request = Ask { path, form, token: Some(self.token), is_get: replica > 0, ..Ask::default() };
+        match ask(address, &request).await? {
+            // No agent is connected, so nobody answers the question.
+            (200, _) => Ok(true),
+            (503, told) if told["errorType"] == "unavailable" => Ok(true),
+            (429, told) => {
+                ensure!(
+                    told["message"].as_str().is_some_and(|text| text.contains("limits.per_caller")),
+                    "{told}"
+                );
+                Ok(false)
+            }
+            other => anyhow::bail!("{other:?}"),
+        }
+    }
+
+    /// Waits until Redis has counted as many. Returns in how many windows.
+    async fn counted(&self, count: u64) -> Result<u64> {
+        let hash = TokenHash::of(format!("kas:{}", self.name).as_bytes()).to_hex();
+        let script = format!(
+            "local keys, sum = redis.call('KEYS', 'gitlab-kas:kas:count:callers:*:{hash}'), 0
+             for _, key in ipairs(keys) do sum = sum + redis.call('GET', key) end
+             return {{#keys, sum}}"
+        );
+        within(SOON, "the requests are counted", async || {
+            let told = cli(self.redis, &["EVAL", &script, "0"]).await?;
+            let numbers: Vec<u64> = told.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+            let [windows, sum] = numbers[..] else { anyhow::bail!("{told}") };
+            Ok(if sum == count { Ok(windows) } else { Err(sum) })
+        })
+        .await
+    }
+}
+
+#[tokio::test]
+async fn the_rate_of_a_caller_is_shared_by_all_replicas() -> Result<()> {
+    const BURST: u64 = 100;
+    const USERS: [(&str, &str); 2] = [
+        ("first", "kasu_firstfirstfirstfirstfirstfirstfirstfirstfir"),
+        ("other", "kasu_otherotherotherotherotherotherotherotheroth"),
+    ];
+    let (redis, files) = (Redis::run().await?, tempfile::tempdir()?);
+    let users = files.path().join("users.yaml");
+    write_users(&users, &USERS)?;
+    let config = json!({
+        "tracker": "redis",
+        "redis": { "server": { "address": redis.address().to_string() } },
+        "agent": { "kubernetes_api": {
+            "users": { "file": users },
+            "access": [{ "agents": "all", "users": ["kas:first", "kas:other"], "as": "agent" }],
+            "limits": { "per_caller": { "requests_per_second": 1, "burst": BURST } },
+        } },
+    });
+    let discovery = Some(Value::Null);
+    let options = Options { replicas: 2, config, discovery, start: false, ..Options::default() };
+    let mut mesh = Mesh::start_with(options).await?;
+    for n in 0..2 {
+        let door = SocketAddr::new(mesh.private(n).ip(), Counted::DOOR);
+        mesh.add_config_of(n, json!({ "agent": { "kubernetes_api": { "listen": { "address": door } } } }));
+    }
+    mesh.start_replicas(&[0, 1]).await?;
+    for (name, token) in USERS {
+        let user = Counted { mesh: &mesh, redis: &redis, name, token };
+        // Both replicas know the user.
+        for n in 0..2 {
+            ensure!(user.may_begin(n).await?);
+        }
+        user.counted(2).await?;
+        let mut begun = 2;
+        while user.may_begin(0).await? {
+            begun += 1;
+        }
+        ensure!(begun >= BURST - 1, "{begun}");
+        user.counted(begun).await?;
+        // The other one has not refused anything yet, and learns of the others with the next request.
+        let mut more = 0;
+        while user.may_begin(1).await? {
+            more += 1;
+            if user.counted(begun + more).await? > 1 {
+                break;
+            }
+        }
+        // Counts are those of 100 s. If the next ones have begun meanwhile, the burst may be used again.
+        if user.counted(begun + more).await? > 1 {
+            continue;
+        }
+        ensure!(more < BURST / 4, "{more} at the second replica, of {BURST} that one alone allows");
+        return Ok(());
+    }
+    anyhow::bail!("twice, another window of 100 s began meanwhile")
 }
 
 #[tokio::test]
