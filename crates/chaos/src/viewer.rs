@@ -127,7 +127,7 @@ pub(crate) fn table(resource: &str, table: &Value) -> Result<BTreeMap<String, St
     Ok(rows)
 }
 
-/// Somebody who looks at a view of one agent, until dropped.
+/// A client that looks at a view of one agent, until dropped.
 #[derive(Debug)]
 pub(crate) struct Viewer {
     name: String,

@@ -23,7 +23,7 @@ use crate::{
 const PATHS: usize = 200;
 
 /// A repository of a Gitaly. Clones are the same repository: whoever tells one of them that it has changed
-/// wakes those who wait at any of them.
+/// wakes those that wait at any of them.
 #[derive(Clone, Debug)]
 pub struct GitalyRepository {
     client: Arc<Client>,

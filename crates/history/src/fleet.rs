@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Micros;
 
-/// The rows of a view of one agent, as somebody who looks has them.
+/// The rows of a view of one agent, as a client that looks has them.
 ///
 /// It is taken when nothing has changed in the cluster for long enough, or while nobody can know what
 /// changes there.
@@ -30,7 +30,7 @@ pub struct Rows {
     pub truth: Option<BTreeMap<String, String>>,
 }
 
-/// A webhook that somebody sent once. One who repeats it sends the same name again.
+/// A webhook that was sent once. A sender that repeats it sends the same name again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hook {
     /// What the sender calls it. It is in the body, and in the header by which repetitions are known.

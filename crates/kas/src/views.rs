@@ -386,7 +386,7 @@ impl Hub {
         Change { hub: self, version }
     }
 
-    /// Returns a version: all changes up to it have been told to those who look.
+    /// Returns a version: all changes up to it have been told to those that look.
     fn told(&self) -> u64 {
         let begun = self.begun.lock();
         begun.keys().next().copied().unwrap_or_else(|| self.versions.last())

@@ -46,7 +46,7 @@ pub(crate) async fn truth(kubernetes: &Kubernetes, namespace: &str) -> Result<BT
     Ok(rows)
 }
 
-/// Somebody who looks at a view.
+/// A client that looks at a view.
 struct Viewer {
     stream: Stream,
     rows: BTreeMap<(i64, String, String), ViewRow>,

@@ -1,4 +1,4 @@
-//! Views: what a row takes, and how soon a change in the API server is at those who look.
+//! Views: what a row takes, and how soon a change in the API server is at those that look.
 //!
 //! kas, agentk, the API server and etcd are processes. The callers are in this process, each with a
 //! connection of its own. A change is a patch of a pod that has not changed before, so that each caller gets
@@ -34,7 +34,7 @@ use crate::{
 const WATCH_VIEW: &str = "/kas.api.v1.KasApi/WatchView";
 const REPLICAS: usize = 3;
 const AGENT: i64 = 1;
-/// Callers who look at the same view. The key is for 100.
+/// Callers that look at the same view. The key is for 100.
 const VIEWERS: usize = 100;
 /// Pods of a namespace.
 const PODS: usize = 5_000;
@@ -65,7 +65,7 @@ struct Measured {
     counted: f64,
 }
 
-/// Somebody who looks at a view.
+/// A client that looks at a view.
 struct Viewer(Stream);
 
 impl Viewer {

@@ -36,7 +36,7 @@ pub(super) fn read(root: &mut Section<'_, '_>) -> Views {
             "linger",
             minutes(5),
             Rule::NotNegative,
-            "How long rows are kept fresh after the last caller who looked at them has left.",
+            "How long rows are kept fresh after the last caller that looked at them has left.",
         ),
         files: {
             let doc = "Files with further views: views: [{name, resources: [{group, version, resource, labels, fields}], \

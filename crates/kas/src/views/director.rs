@@ -177,7 +177,7 @@ impl Director {
                     }
                     () = tokio::time::sleep_until(again) => {
                         again = Instant::now() + AGAIN;
-                        // Those who did not answer are asked again, too.
+                        // Those that did not answer are asked again, too.
                         self.told.clear();
                         break;
                     }
@@ -507,7 +507,7 @@ fn may_not(missing: &[String]) -> String {
     format!("the caller may not {}", missing.join(", nor "))
 }
 
-/// Returns the answer to a caller who may see nothing.
+/// Returns the answer to a caller that may see nothing.
 fn refusal(refused: &[(Selected, Status)]) -> Status {
     let no = refused.iter().map(|(_, status)| status.code()).find(|code| *code != Code::FailedPrecondition);
     let named = refused.iter().take(MOST_NAMED).map(|(agent, status)| {

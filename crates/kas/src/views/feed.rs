@@ -93,7 +93,7 @@ pub(crate) struct Feed {
     /// The name in rows.
     pub(crate) name: String,
     inner: Mutex<Inner>,
-    /// Those who look, each with the number by which it knows the feed.
+    /// Those that look, each with the number by which it knows the feed.
     lookers: Mutex<HashMap<u64, (usize, Arc<Wake>)>>,
     /// How many look.
     count: watch::Sender<usize>,
@@ -142,7 +142,7 @@ impl Feed {
         f(&self.inner.lock())
     }
 
-    /// Changes rows, counts their memory, and wakes those who look. Returns `false` if they need more memory
+    /// Changes rows, counts their memory, and wakes those that look. Returns `false` if they need more memory
     /// than there is: they are gone then.
     pub(super) fn change(&self, f: impl FnOnce(&mut Store)) -> bool {
         let Some(hub) = self.hub.upgrade() else { return false };
@@ -250,7 +250,7 @@ impl Feed {
     }
 }
 
-/// Somebody who looks at a feed, until dropped.
+/// Something that looks at a feed, until dropped.
 #[derive(Debug)]
 pub(crate) struct Look {
     feed: Arc<Feed>,

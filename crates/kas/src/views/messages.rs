@@ -60,7 +60,7 @@ impl Messages {
     }
 }
 
-/// Drops the subscription when no message was taken for long. Somebody who waits for one is not late.
+/// Drops the subscription when no message was taken for long. A client that waits for one is not late.
 async fn end_stalled(of: Weak<Shared>) {
     while let Some(taken) = of.upgrade().map(|shared| *shared.taken.lock()) {
         tokio::time::sleep_until(taken + STALE).await;

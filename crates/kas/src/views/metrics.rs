@@ -66,7 +66,7 @@ impl ViewMetrics {
             metrics.feeds.clone(),
         );
         registry.register("view_watches", "Open watches of views", metrics.watches.clone());
-        registry.register("view_subscriptions", "Callers who look at views", metrics.subscriptions.clone());
+        registry.register("view_subscriptions", "Callers that look at views", metrics.subscriptions.clone());
         registry.register("view_bytes", "Memory of the rows of views, in bytes", metrics.bytes.clone());
         registry.register("view_lists", "Lists that were read for views", metrics.lists.clone());
         registry.register("view_changes", "Changes of rows of views", metrics.changes.clone());

@@ -1,4 +1,4 @@
-//! [`Subscription`]: one caller who looks at a view.
+//! [`Subscription`]: one caller that looks at a view.
 //!
 //! It keeps the names of the rows that the caller has, and for each feed the version up to which the caller
 //! knows it. What is to be sent next is found when the caller takes a message.
@@ -78,7 +78,7 @@ struct AgentSeen {
     told: Option<(AgentState, String)>,
 }
 
-/// One caller who looks at a view.
+/// One caller that looks at a view.
 pub(crate) struct Subscription {
     hub: Arc<Hub>,
     question: Arc<Question>,

@@ -280,7 +280,7 @@ async fn only_the_namespaces_of_the_file_are_read_unless_others_are_named() {
     let mut all = lab.ask(of_agent);
     all.synced().await.unwrap();
     assert_eq!(names(&all), ["a"]);
-    // A caller who may see only these need not name them.
+    // A caller that may see only these need not name them.
     let mut some = lab.ask_as(Played::new(&["shop"]), of_agent);
     some.synced().await.unwrap();
     assert_eq!(names(&some), ["a"]);

@@ -522,7 +522,7 @@ impl Lab {
         &self.worlds[&1]
     }
 
-    /// Asks for pods as a caller who sees everything.
+    /// Asks for pods as a caller that sees everything.
     pub(super) fn ask(&self, change: impl FnOnce(&mut WatchViewRequest)) -> Client {
         self.ask_as(Arc::new(super::super::ApiCaller), change)
     }
