@@ -18,7 +18,7 @@ pub(super) mod tracker;
 
 use std::fmt::Write as _;
 
-use anyhow::{anyhow, bail, ensure};
+use anyhow::{anyhow, bail};
 
 use self::{
     deployment::{Deployment, Options},
@@ -27,8 +27,10 @@ use self::{
 };
 use crate::{
     environment::Environment,
-    report::{self, Output, Values, is_selected, median, short},
-    times::Times,
+    only,
+    report::{self, Output, Values, median, short},
+    runtime,
+    times::{self, Times},
 };
 
 #[derive(Debug, clap::Args)]
@@ -78,12 +80,8 @@ impl Report {
 
     fn write(&self, out: &mut String) -> std::fmt::Result {
         if !self.rows.is_empty() {
-            writeln!(out, "### Times\n\nMilliseconds.\n")?;
-            writeln!(out, "| | N | p50 | p99 | max | from, to |\n| --- | --- | --- | --- | --- | --- |")?;
-            for (name, times, how) in &self.rows {
-                writeln!(out, "| {name} | {} | {how} |", times.cells())?;
-            }
-            writeln!(out)?;
+            let rows = self.rows.iter().map(|(name, times, how)| (&**name, times, *how));
+            writeln!(out, "### Times\n\n{}", times::table(rows))?;
         }
         if !self.hops.is_empty() {
             writeln!(
@@ -124,18 +122,10 @@ impl Report {
 }
 
 pub(super) fn run(args: &ClusterArgs) -> anyhow::Result<()> {
-    net::tls::install();
-    process::open_files::raise_limit();
     let keys: Vec<_> = PARTS.iter().flat_map(|(_, _, keys)| keys.iter().copied()).collect();
-    for only in &args.only {
-        ensure!(
-            keys.iter().any(|key| is_selected(key, only)),
-            "--only {only}: no such key; the keys are {}",
-            keys.join(", ")
-        );
-    }
+    only::check(&args.only, "key", &keys)?;
+    let tokio = runtime()?;
     let environment = Environment::new()?;
-    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     if args.scale {
         return tokio.block_on(scale(&environment, args.output.write_docs));
     }
@@ -183,9 +173,7 @@ async fn measure(args: &ClusterArgs, environment: &Environment) -> Report {
     let begin = tokio::time::Instant::now();
     let mut report = Report::default();
     for (part, title, keys) in PARTS {
-        if !args.only.is_empty()
-            && !args.only.iter().any(|only| keys.iter().any(|key| is_selected(key, only)))
-        {
+        if !only::wants(&args.only, keys) {
             continue;
         }
         eprintln!("[{:>4.0} s] {title}", begin.elapsed().as_secs_f64());
@@ -361,9 +349,5 @@ For planning a cluster that is larger than those that were measured. Written by
 
 /// Returns the command line that repeats the benchmark.
 fn command_line(args: &ClusterArgs) -> String {
-    let mut command = format!("cargo xtask bench cluster --rounds {}", args.rounds);
-    if !args.only.is_empty() {
-        let _ = write!(command, " --only {}", args.only.join(","));
-    }
-    command
+    format!("cargo xtask bench cluster --rounds {}{}", args.rounds, only::argument(&args.only))
 }

@@ -12,15 +12,17 @@ mod views;
 
 use std::fmt::Write as _;
 
-use anyhow::{bail, ensure};
+use anyhow::bail;
 use tokio::time::Instant;
 
 use crate::{
+    only,
     report::{
         self, DIRECT_GAIN, FLEET_1000, HOOK_ACCEPT, HOOK_AFTER_RETURN, HOOK_LOST, ONE_HOP, Output,
-        PROMQL_RATIO, VIEW_FRESH, VIEW_ROW, VIEW_WATCHES, Values, is_selected,
+        PROMQL_RATIO, VIEW_FRESH, VIEW_ROW, VIEW_WATCHES, Values,
     },
-    times::Times,
+    runtime,
+    times::{self, Times},
 };
 
 #[derive(Debug, clap::Args)]
@@ -76,12 +78,11 @@ impl Part {
         let mut out = format!("### {title}\n\n");
         // Writing to a string does not fail.
         if !self.rows.is_empty() {
-            out.push_str("Milliseconds.\n\n| | N | p50 | p99 | max | from, to |\n");
-            out.push_str("| --- | --- | --- | --- | --- | --- |\n");
-            for (name, times, how) in &self.rows {
-                let _ = writeln!(out, "| {name} | {} | {how} |", times.cells());
-            }
-            out.push('\n');
+            let _ = writeln!(
+                out,
+                "{}",
+                times::table(self.rows.iter().map(|(name, times, how)| (&**name, times, &**how)))
+            );
         }
         for note in &self.notes {
             let _ = writeln!(out, "{note}\n");
@@ -109,22 +110,13 @@ const GROUPS: [(Group, &str, &[&str]); 5] = [
 ];
 
 pub(super) fn run(args: &FleetArgs) -> anyhow::Result<()> {
-    net::tls::install();
-    process::open_files::raise_limit();
     let keys: Vec<_> = GROUPS.iter().flat_map(|(_, _, keys)| keys.iter().copied()).collect();
-    for only in &args.only {
-        ensure!(
-            keys.iter().any(|key| is_selected(key, only)),
-            "--only {only}: no such key; the keys are {}",
-            keys.join(", ")
-        );
-    }
-    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    only::check(&args.only, "key", &keys)?;
+    let tokio = runtime()?;
     let (mut values, mut tables, mut missing) = (Values::new(), String::new(), Vec::new());
     let begun = Instant::now();
     for (group, title, keys) in GROUPS {
-        let is_wanted = |only: &String| keys.iter().any(|key| is_selected(key, only));
-        if !args.only.is_empty() && !args.only.iter().any(is_wanted) {
+        if !only::wants(&args.only, keys) {
             continue;
         }
         eprintln!("[{:>4.0} s] {title}", begun.elapsed().as_secs_f64());
@@ -179,10 +171,7 @@ impl FleetArgs {
                  --rounds {rounds}"
             ),
         };
-        if !self.only.is_empty() {
-            let _ = write!(command, " --only {}", self.only.join(","));
-        }
-        command
+        command + &only::argument(&self.only)
     }
 }
 

@@ -18,7 +18,8 @@ use crate::{
         self, APPLY_5000, CHECK_5000, CONFIG_PUSH, GITALY_CALLS, GITOPS_KIB, Output, PUSH_TO_APPLIED,
         ROUTER_DURING_SYNC, Values, short,
     },
-    times::Times,
+    runtime,
+    times::{self, Times},
 };
 
 #[derive(Debug, clap::Args)]
@@ -57,10 +58,8 @@ struct Measured {
 }
 
 pub(super) fn run(args: &GitopsArgs) -> anyhow::Result<()> {
-    net::tls::install();
-    process::open_files::raise_limit();
+    let tokio = runtime()?;
     let calls_per_minute = checks_per_minute()?;
-    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let measured = tokio.block_on(measure(args))?;
     let measured = Measured { calls_per_minute, ..measured };
     let GitopsArgs { commits, objects, agents, output } = args;
@@ -139,16 +138,13 @@ impl Measured {
     }
 
     fn write(&self, out: &mut String) -> std::fmt::Result {
-        writeln!(out, "### Times\n\nMilliseconds.\n")?;
-        writeln!(out, "| | N | p50 | p99 | max | from, to |\n| --- | --- | --- | --- | --- | --- |")?;
-        for (name, times, how) in [
+        let rows = [
             ("ten objects", &self.pushes, "the push of a commit, until all have its value in the API server"),
             ("configuration", &self.configurations, "GitLab's push event, until the agent has it"),
             ("call through kas", &self.quiet, "100 B to agentk and back, one caller, nothing else happens"),
             ("call during a sync", &self.busy, "the same while the large project is applied"),
-        ] {
-            writeln!(out, "| {name} | {} | {how} |", times.cells())?;
-        }
+        ];
+        write!(out, "### Times\n\n{}", times::table(rows))?;
         let [before, after] = self.memory;
         writeln!(
             out,

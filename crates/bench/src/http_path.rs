@@ -16,8 +16,9 @@ use super::{
     child::{Process, machine},
     environment::{AgentOptions, ApiServer, Environment, Kas, KasOptions, StaticServer, free_addresses},
     load_client::LoadClient,
+    only,
     protocol::{HttpLoad, HttpServer, HttpTarget, HttpWork, Loaded, Metadata, Span, Tokens},
-    report::{Output, finish, is_selected},
+    report::{Output, finish},
 };
 
 #[derive(Debug, clap::Args)]
@@ -304,14 +305,8 @@ pub(super) fn run(args: &HttpArgs) -> anyhow::Result<()> {
         (args.rounds, Span::Time { warm: 300, run: 1_200 })
     };
     let names: Vec<_> = ROWS.iter().map(|row| row.name).chain(ENDPOINT_ROWS).collect();
-    for only in &args.only {
-        ensure!(
-            names.iter().any(|name| is_selected(name, only)),
-            "--only {only}: no such row; the rows are {}",
-            names.join(", ")
-        );
-    }
-    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|only| is_selected(name, only));
+    only::check(&args.only, "row", &names)?;
+    let wanted = |name: &str| only::wants(&args.only, &[name]);
     let rows: Vec<&Row> = ROWS.iter().filter(|row| wanted(row.name)).collect();
     if !rows.is_empty() {
         let report = measure(args, &rows, rounds, span)?;
@@ -372,9 +367,7 @@ fn command(args: &HttpArgs) -> String {
     if args.one_hop {
         command.push_str(" --one-hop");
     }
-    if !args.only.is_empty() {
-        command.push_str(&format!(" --only {}", args.only.join(",")));
-    }
+    command.push_str(&only::argument(&args.only));
     if args.before.is_some() {
         // The folder is one of this machine.
         command.push_str(" --before FOLDER");

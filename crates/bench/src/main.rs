@@ -22,6 +22,7 @@ mod instructions;
 mod leaving_load;
 mod load;
 mod load_client;
+mod only;
 mod path;
 mod protocol;
 mod report;
@@ -68,6 +69,13 @@ enum What {
     /// Serve files and events, and read uploads; the other commands start this
     #[command(hide = true)]
     StaticServer(static_server::ServerArgs),
+}
+
+/// Makes what a benchmark runs in that takes part in its own measurements.
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    net::tls::install();
+    process::open_files::raise_limit();
+    Ok(tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?)
 }
 
 /// Runs a benchmark. A missed gate is a result, not an error.

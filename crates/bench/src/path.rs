@@ -11,10 +11,11 @@ use super::{
     child::{Process, machine},
     environment::{AGENTS, AgentOptions, Environment, Kas, KasOptions},
     load_client::LoadClient,
+    only,
     protocol::{
         Agents, ClientCommand, ClientEvent, Load, Loaded, Metadata, Span, Target, Tokens, Waiters, Work,
     },
-    report::{Output, is_selected},
+    report::Output,
 };
 
 #[derive(Debug, clap::Args)]
@@ -264,14 +265,8 @@ pub(super) fn run(args: &PathArgs) -> anyhow::Result<()> {
             waiters: 200,
         }
     };
-    for only in &args.only {
-        ensure!(
-            names().any(|name| is_selected(name, only)),
-            "--only {only}: no such row; the rows are {}",
-            names().collect::<Vec<_>>().join(", ")
-        );
-    }
-    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|only| is_selected(name, only));
+    only::check(&args.only, "row", &names().collect::<Vec<_>>())?;
+    let wanted = |name: &str| only::wants(&args.only, &[name]);
     let environment = Environment::new()?;
     let begin = tokio::time::Instant::now();
     let mut setup = Setup::new(&environment, scale.span, args.bare_direct)?;
@@ -349,10 +344,7 @@ fn command(args: &PathArgs) -> String {
     if args.bare_direct {
         command.push_str(" --bare-direct");
     }
-    if !args.only.is_empty() {
-        command.push_str(&format!(" --only {}", args.only.join(",")));
-    }
-    command
+    command + &only::argument(&args.only)
 }
 
 /// Returns the memory of kas for each idle agent, in KiB.

@@ -168,12 +168,6 @@ impl Limits {
     }
 }
 
-/// Returns whether `only` selects a name: it is the name or its first words, so `unary` selects every
-/// `unary_…`.
-pub(super) fn is_selected(name: &str, only: &str) -> bool {
-    name.strip_prefix(only).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
-}
-
 /// Returns the median, or `None` without values.
 pub(super) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<_> = values.into_iter().collect();

@@ -35,6 +35,16 @@ impl Times {
     }
 }
 
+/// Returns a table. The rows have a name, and say from what to what it was measured.
+pub(super) fn table<'a>(rows: impl IntoIterator<Item = (&'a str, &'a Times, &'a str)>) -> String {
+    let mut out = "Milliseconds.\n\n| | N | p50 | p99 | max | from, to |\n".to_owned();
+    out.push_str("| --- | --- | --- | --- | --- | --- |\n");
+    for (name, times, how) in rows {
+        out.push_str(&format!("| {name} | {} | {how} |\n", times.cells()));
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -28,6 +28,7 @@ use super::{
 use crate::{
     environment::Environment,
     report::{self, Output, Values, median, short},
+    runtime,
     times::Times,
 };
 
@@ -133,10 +134,8 @@ impl Report {
 }
 
 pub(crate) fn run(args: &TrackerArgs) -> anyhow::Result<()> {
-    net::tls::install();
-    process::open_files::raise_limit();
+    let tokio = runtime()?;
     let environment = Environment::new()?;
-    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let report = tokio.block_on(measure(args, &environment))?;
     let command = format!("cargo xtask bench tracker{}", if args.no_rest { " --no-rest" } else { "" });
     report::finish(&report.values, &report.tables()?, "tracker", &command, &args.output)
