@@ -45,8 +45,9 @@ pub(super) fn child_command(program: &Path) -> Command {
 pub(super) struct Service {
     name: &'static str,
     child: tokio::process::Child,
-    /// Kept open until the process is gone: waiting for a child otherwise closes its standard input.
-    _stdin: Option<tokio::process::ChildStdin>,
+    /// That of a server of the demonstration, which ends when it is closed. Kept open until then: waiting for a
+    /// child would close it.
+    stdin: Option<tokio::process::ChildStdin>,
     log: PathBuf,
 }
 
@@ -90,7 +91,7 @@ impl Service {
         let mut child =
             command.stdout(stdout).stderr(stderr).spawn().with_context(|| format!("cannot run {name}"))?;
         let stdin = child.stdin.take();
-        Ok(Self { name, child, _stdin: stdin, log })
+        Ok(Self { name, child, stdin, log })
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -147,8 +148,11 @@ impl Service {
         let Some(pid) = self.pid() else {
             return Ok(Some("was not running"));
         };
-        // Not waited for yet, so the id still belongs to this process, even if it has exited.
-        let _ = kill_process(pid, Signal::TERM);
+        // A server of the demonstration removes its own files when its standard input is closed.
+        if self.stdin.take().is_none() {
+            // Not waited for yet, so the id still belongs to this process, even if it has exited.
+            let _ = kill_process(pid, Signal::TERM);
+        }
         match timeout(patience, self.child.wait()).await {
             Ok(status) => {
                 status.with_context(|| format!("cannot wait for {}", self.name))?;
