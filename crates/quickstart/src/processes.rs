@@ -114,8 +114,8 @@ impl Processes {
         }
     }
 
-    /// Stops the processes, and removes the folder. kas is the first: its own watches go through agentk, which
-    /// would wait for their end.
+    /// Stops the processes, and removes the folder. kas is the first: its own watches go through agentk,
+    /// which would wait for their end.
     pub(super) async fn stop(&mut self) -> Result<()> {
         let style = Style::of_stdout();
         let agents = std::mem::take(&mut self.agents);

@@ -45,8 +45,8 @@ pub(super) fn child_command(program: &Path) -> Command {
 pub(super) struct Service {
     name: &'static str,
     child: tokio::process::Child,
-    /// That of a server of the demonstration, which ends when it is closed. Kept open until then: waiting for a
-    /// child would close it.
+    /// That of a server of the demonstration, which ends when it is closed. Kept open until then: waiting for
+    /// a child would close it.
     stdin: Option<tokio::process::ChildStdin>,
     log: PathBuf,
 }
@@ -60,8 +60,8 @@ impl Service {
     }
 
     /// Starts one of the servers of the demonstration: it prints a line when it is ready, and exits when its
-    /// standard input is closed, which is when this process exits. Returns that line, and what it prints after
-    /// it. Standard error goes to `log`.
+    /// standard input is closed, which is when this process exits. Returns that line, and what it prints
+    /// after it. Standard error goes to `log`.
     pub(super) async fn start_ready(
         name: &'static str,
         mut command: Command,

@@ -319,8 +319,8 @@ impl Proxy {
     }
 
     /// Starts nginx with what docs/direct.md shows under a heading for pods, in front of replicas on loopback
-    /// that have the documented ports. Their addresses come from a name server; `http2`: clients speak HTTP/2,
-    /// and it has no TLS.
+    /// that have the documented ports. Their addresses come from a name server; `http2`: clients speak
+    /// HTTP/2, and it has no TLS.
     ///
     /// # Errors
     /// As of [`nginx`](Self::nginx).
