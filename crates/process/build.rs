@@ -7,8 +7,8 @@ fn main() {
     // Git returns the paths: in a worktree they are elsewhere.
     watch("HEAD");
     watch("packed-refs");
-    // The branch that is checked out, and no other: a commit elsewhere must not compile everything again. While
-    // the branch is only packed, its folder is watched, where the next commit puts it.
+    // The branch that is checked out, and no other: a commit elsewhere must not compile everything again.
+    // While the branch is only packed, its folder is watched, where the next commit puts it.
     let branch = git(&["--symbolic-full-name", "HEAD"]).unwrap_or_default();
     if branch.starts_with("refs/") && !watch(&branch) {
         watch("refs/heads");
@@ -19,8 +19,8 @@ fn main() {
     println!("cargo:rustc-env=KAS_BUILD_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
 }
 
-/// Runs this script again when a file of the repository changes. Returns whether it exists: Cargo would run the
-/// script each time for a file that does not.
+/// Runs this script again when a file of the repository changes. Returns whether it exists: Cargo would run
+/// the script each time for a file that does not.
 fn watch(file: &str) -> bool {
     let path = git(&["--git-path", file]).unwrap_or_default();
     let exists = !path.is_empty() && std::path::Path::new(&path).exists();
