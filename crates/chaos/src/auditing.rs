@@ -12,6 +12,8 @@ use serde::Deserialize;
 
 /// How far the recorded times of a presence may be from the true ones: it is seen by looks.
 const SEEN: Micros = 6 * SECOND;
+/// A request within this time of the end of a process may have met an agent that nobody saw there.
+const LAST: Micros = 2 * SECOND;
 
 /// What is read of a line.
 #[derive(Deserialize)]
@@ -86,6 +88,11 @@ impl Audited {
             let span = (presence.from, presence.to.unwrap_or(Micros::MAX));
             present.entry((presence.agent, &presence.replica)).or_default().push(span);
         }
+        // Nobody looks once a process has ended: until then the agent may have come.
+        let mut ends: BTreeMap<&str, Vec<(Micros, Micros)>> = BTreeMap::new();
+        for life in &history.lives {
+            ends.entry(&life.replica).or_default().extend(life.to.map(|end| (end, end)));
+        }
         let seen = SEEN.max(history.header.bounds.early);
         for request in &mut history.requests {
             let Some((entry, owner)) = self.routes.get(&request.id) else { continue };
@@ -94,11 +101,13 @@ impl Audited {
                 request.path.push(owner.clone());
             }
             let ended = request.ended.unwrap_or(Micros::MAX);
-            let there = present.get(&(request.agent, owner.as_str())).is_some_and(|spans| {
-                spans.iter().any(|(from, to)| {
+            let during = |spans: Option<&Vec<(Micros, Micros)>>, seen| {
+                spans.into_iter().flatten().any(|(from, to): &(Micros, Micros)| {
                     from.saturating_sub(seen) <= ended && request.begun <= to.saturating_add(seen)
                 })
-            });
+            };
+            let there = during(present.get(&(request.agent, owner.as_str())), seen)
+                || during(ends.get(owner.as_str()), LAST);
             if watched.contains(&request.agent) && !there && owner != entry {
                 request.path.push("a replica with a tunnel".to_owned());
             }
@@ -109,7 +118,7 @@ impl Audited {
 
 #[cfg(test)]
 mod tests {
-    use history::{Invariant, Kind, Outcome, Presence, Request, Run};
+    use history::{Invariant, Kind, Life, Outcome, Presence, Request, Run};
 
     use super::*;
 
@@ -162,8 +171,16 @@ mod tests {
         let begun = 100 * SECOND;
         history.requests = vec![Request::new(1, 5, Kind::Unary, begun).ended(begun + 1, Outcome::Ok)];
         history.presences = vec![presence("c", 0, None), presence("b", 0, Some(10 * SECOND))];
-        Audited { routes, ..Audited::default() }.add_to(&mut history, &BTreeSet::from([5]));
+        let read = || Audited { routes: routes.clone(), ..Audited::default() };
+        read().add_to(&mut history, &BTreeSet::from([5]));
         let report = history::check(&history);
         assert_eq!(report.of(Invariant::I3).broken, 1, "{report}");
+        // Its process ended just then: the agent may have come, and nobody looked any more.
+        let (replica, epoch, later, to, killed) =
+            ("b".to_owned(), None, Vec::new(), Some(begun + LAST / 2), true);
+        history.lives = vec![Life { replica, epoch, later, from: 0, to, killed }];
+        read().add_to(&mut history, &BTreeSet::from([5]));
+        let report = history::check(&history);
+        assert_eq!(report.of(Invariant::I3).broken, 0, "{report}");
     }
 }

@@ -23,6 +23,8 @@ use crate::client::{Client, Upgrade};
 const MESSAGES: (u64, Duration) = (20, Duration::from_millis(100));
 /// Requests that are open at most. More are not begun, and counted.
 const OPEN: usize = 4_000;
+/// How many watches share a connection to each replica, which has 250 streams.
+const WATCHES: usize = 100;
 /// A request that may have run is repeated with a new id at most this often.
 const AGAIN: usize = 3;
 
@@ -81,8 +83,13 @@ impl Load {
         if plan.rate > 0 {
             tasks.spawn(requests(context.clone(), plan, replicas, stop.clone(), Arc::clone(&skipped)));
         }
+        let mut watching = context.clone();
         for number in 0..plan.watches {
-            tasks.spawn(open(context.clone(), plan, Kind::Watch, number, replicas, stop.clone()));
+            // As clients do: a full connection would hold other requests back until one of its streams ends.
+            if number % WATCHES == 0 {
+                watching.client = client.again();
+            }
+            tasks.spawn(open(watching.clone(), plan, Kind::Watch, number, replicas, stop.clone()));
         }
         for number in 0..plan.execs {
             tasks.spawn(open(context.clone(), plan, Kind::Upgrade, number, replicas, stop.clone()));

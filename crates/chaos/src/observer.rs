@@ -291,19 +291,21 @@ async fn agents(
     // By agent: the index of its presence in the history.
     let mut present: BTreeMap<i64, usize> = BTreeMap::new();
     let mut before = 0;
-    // The process that answered last, and when that look began.
-    let mut earlier = (0, 0);
+    // When the last looks began: the one that was answered, and the one that was not.
+    let (mut earlier, mut failed) = (None, 0);
     loop {
         let at = clock::now();
         if let Some((process, seen)) = asking.look(watched).await {
-            let since = match earlier {
-                (same, since) if same == process => since,
-                (_, since) => since.max(began(&replica.name, at, &history.lock())),
+            let ended = began(&replica.name, at, &history.lock());
+            let (since, is_new) = match earlier {
+                Some(last) if last >= ended => (last, false),
+                // A process that did not answer yet held no agent.
+                _ => (ended.max(failed), true),
             };
-            earlier = (process, at);
+            earlier = Some(at);
             late.fetch_max(clock::now().saturating_sub(since), Ordering::Relaxed);
             // The tunnels of the process before have ended with it.
-            let restarted = before != process;
+            let restarted = is_new || before != process;
             before = process;
             held(replica, &seen, restarted, &mut present, &mut history.lock());
             let live = seen.live.iter().map(|name| (name.clone(), Version { epoch: None, version: None }));
@@ -318,6 +320,8 @@ async fn agents(
             };
             push(&mut history.lock().views, view);
             last.lock().insert(replica.name.clone(), (at, seen));
+        } else {
+            failed = at;
         }
         tokio::time::sleep(period(watched.len())).await;
     }

@@ -10,7 +10,7 @@ const MIB: usize = 1 << 20;
 pub struct Limits {
     /// Messages of one agent that wait. More are refused.
     pub agent_messages: usize,
-    /// Their bytes.
+    /// Their bytes. A larger one waits alone.
     pub agent_bytes: usize,
     /// Bytes of all messages that wait at a replica, copies included. More are refused. Messages that another
     /// replica has accepted are taken up to twice as many: they are promised already.

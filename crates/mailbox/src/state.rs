@@ -235,7 +235,9 @@ impl Mailbox {
     /// Whether a message of this size may wait.
     pub(crate) fn check_room(&self, agent: AgentId, size: usize) -> Result<(), Refused> {
         let (waiting, bytes) = self.lanes.get(&agent).map_or((0, 0), |lane| (lane.waiting, lane.bytes));
-        if waiting >= self.limits.agent_messages || bytes.saturating_add(size) > self.limits.agent_bytes {
+        // The largest body that may be configured does not fit: alone, it is taken, or it never would be.
+        let is_full = waiting > 0 && bytes.saturating_add(size) > self.limits.agent_bytes;
+        if waiting >= self.limits.agent_messages || is_full {
             return Err(Refused::Agent);
         }
         if self.waiting_bytes.saturating_add(size) > self.limits.bytes {

@@ -243,6 +243,21 @@ fn a_repetition_of_a_dropped_hook_is_a_new_one_at_both_holders() {
 }
 
 #[test]
+fn a_hook_that_is_larger_than_the_room_of_its_agent_waits_alone() {
+    let limits = Limits { agent_bytes: 1024, ..Limits::default() };
+    let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);
+    mailbox.set_members(members(&["a"]), NOW);
+    let large = |id| NewHook { body: Bytes::from(vec![b'x'; 2048]), ..hook(id, 7, None) };
+    let id = mailbox.accept(large(1), NOW).unwrap().id;
+    assert_eq!(mailbox.accept(hook(2, 7, None), NOW), Err(Refused::Agent));
+    mailbox.set_present(agent(7), true);
+    mailbox.next_delivery(NOW).unwrap();
+    mailbox.delivered(id, Outcome::Done, 0.0, NOW);
+    mailbox.accept(hook(3, 7, None), NOW).unwrap();
+    assert_eq!(mailbox.accept(large(4), NOW), Err(Refused::Agent));
+}
+
+#[test]
 fn too_many_are_refused_and_nothing_is_dropped_for_them() {
     let limits = Limits { agent_messages: 2, bytes: 5 * 1024, over: 3, ..Limits::default() };
     let mut mailbox = Mailbox::new(replica("a"), 1, limits, NOW);

@@ -106,6 +106,8 @@ async fn all_back(run: &mut Run) -> Result<()> {
 
 /// S30: replicas are added, stopped and killed all the time. Replica 0 stays, and must not grow.
 pub(super) async fn elastic(run: &mut Run) -> Result<()> {
+    // Several may be down at once.
+    run.client.try_all();
     run.load(RATE / 2, 4, 2);
     // Connections to all others have been made, lost and made again once before it is measured.
     for n in 1..run.setup.replicas {
