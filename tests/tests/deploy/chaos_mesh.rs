@@ -9,8 +9,16 @@ use testkit::kubernetes::Kubernetes;
 
 use crate::tools::{established, go_module, helm_one, here, render, text, yaml};
 
-/// The scenarios of which there is a manifest.
-const SCENARIOS: [&str; 6] = ["s01", "s02", "s09", "s10", "s18", "s22"];
+/// Every manifest.
+const FILES: [&str; 7] = [
+    "s01-kill-one.yaml",
+    "s02-kill-one-repeatedly.yaml",
+    "s09-shut-down-one-by-one.yaml",
+    "s09-terminate-then-kill.yaml",
+    "s10-cut-one-pair.yaml",
+    "s18-bad-network-between-replicas.yaml",
+    "s22-half-open-agent.yaml",
+];
 
 /// Returns the manifests, each with its text.
 fn manifests() -> Result<Vec<(PathBuf, String)>> {
@@ -22,12 +30,9 @@ fn manifests() -> Result<Vec<(PathBuf, String)>> {
         }
     }
     found.sort();
-    let name = |path: &PathBuf| path.file_name().and_then(|name| name.to_str()).map(str::to_owned);
-    for scenario in SCENARIOS {
-        let is_there =
-            |(path, _): &&(PathBuf, String)| name(path).is_some_and(|name| name.starts_with(scenario));
-        ensure!(found.iter().filter(is_there).count() == 1, "one manifest for {scenario}");
-    }
+    let names: Vec<&str> =
+        found.iter().filter_map(|(path, _)| path.file_name().and_then(|name| name.to_str())).collect();
+    ensure!(names == FILES, "{names:?}");
     Ok(found)
 }
 
@@ -67,6 +72,8 @@ async fn a_real_api_server_accepts_the_manifests_of_chaos_mesh() -> Result<()> {
     for (path, content) in manifests()? {
         let said = accepts(text(&path)?).await.with_context(|| path.display().to_string())?;
         let objects = yaml(&content).await?;
+        // 'kubectl apply' begins all objects of a file at once.
+        assert_eq!(objects.len(), 1, "{}", path.display());
         assert_eq!(said.lines().count(), objects.len(), "{said}");
         assert!(said.lines().all(|line| line.contains("(server dry run)")), "{said}");
         assert!(content.contains("# Not tried on a real Chaos Mesh"), "{}", path.display());
@@ -84,31 +91,36 @@ async fn a_real_api_server_accepts_the_manifests_of_chaos_mesh() -> Result<()> {
     Ok(())
 }
 
-/// Returns the labels of the pods of a chart with its defaults, and their grace period.
-async fn pods(chart: &str, values: &Value) -> Result<(Value, Value)> {
+/// Returns the template of the pods of a chart with its defaults.
+async fn pods(chart: &str, values: &Value) -> Result<Value> {
     let rendered = helm_one(render(chart, values, chart, chart)).await?;
     let objects = rendered["objects"].as_array().context("objects")?;
     let deployment = objects.iter().find(|object| object["kind"] == "Deployment").context("a Deployment")?;
-    let template = &deployment["spec"]["template"];
-    Ok((template["metadata"]["labels"].clone(), template["spec"]["terminationGracePeriodSeconds"].clone()))
+    Ok(deployment["spec"]["template"].clone())
 }
 
 #[tokio::test]
 async fn the_manifests_of_chaos_mesh_select_the_pods_of_the_charts() -> Result<()> {
     let agentk = json!({ "kasAddress": "grpcs://kas.example.com", "token": { "existingSecret": "token" } });
-    let (kas_labels, kas_grace) = pods("kas", &json!({})).await?;
-    let (agentk_labels, _) = pods("agentk", &agentk).await?;
-    let (mut checked, mut graces) = (0, BTreeSet::new());
+    let (kas, agentk) = (pods("kas", &json!({})).await?, pods("agentk", &agentk).await?);
+    let container = json!([kas["spec"]["containers"][0]["name"]]);
+    let (mut checked, mut graces, mut killed) = (0, BTreeSet::new(), 0);
     for (path, content) in manifests()? {
         for object in yaml(&content).await? {
-            let (mut selectors, mut periods) = (Vec::new(), Vec::new());
+            let (mut selectors, mut periods, mut containers) = (Vec::new(), Vec::new(), Vec::new());
             below(&object, "selector", &mut selectors);
             below(&object, "gracePeriod", &mut periods);
+            below(&object, "containerNames", &mut containers);
+            let kills = content.contains("action: container-kill");
+            assert_eq!(containers.len(), usize::from(kills), "{}", path.display());
+            assert!(containers.iter().all(|names| **names == container), "{}", path.display());
+            killed += containers.len();
             assert!(!selectors.is_empty(), "{}", path.display());
             for selector in selectors.iter().filter(|selector| selector["pods"].is_null()) {
                 let namespaces = selector["namespaces"].as_array().context("namespaces")?;
                 assert_eq!(namespaces.len(), 1, "{}", path.display());
-                let labels = if namespaces[0] == "kas" { &kas_labels } else { &agentk_labels };
+                let template = if namespaces[0] == "kas" { &kas } else { &agentk };
+                let labels = &template["metadata"]["labels"];
                 for (name, value) in selector["labelSelectors"].as_object().context("labels")? {
                     assert_eq!(&labels[name], value, "{}: {name}", path.display());
                     checked += 1;
@@ -118,7 +130,9 @@ async fn the_manifests_of_chaos_mesh_select_the_pods_of_the_charts() -> Result<(
         }
     }
     assert!(checked >= 10, "only {checked} labels were found");
-    // SIGKILL at once, after a second, and never before the chart would.
-    assert_eq!(graces, BTreeSet::from([0, 1, kas_grace.as_u64().context("a number")?]));
+    assert_eq!(killed, 2, "S01 and S02 send SIGKILL");
+    // The shortest, and that of the chart. With 0, the kubelet takes that of the pod.
+    let grace = kas["spec"]["terminationGracePeriodSeconds"].as_u64().context("a number")?;
+    assert_eq!(graces, BTreeSet::from([1, grace]));
     Ok(())
 }
