@@ -11,6 +11,7 @@ use super::{
     slow::{self, Simulated},
 };
 use crate::{
+    measure::Better,
     slope::Tells,
     table::{ALL, Scenario},
 };
@@ -23,13 +24,27 @@ scenario one checker reads what clients, agents and replicas recorded. `cargo xt
 this page from the results of all runs that are kept; do not edit it. A row that fails stays here as failing.
 
 A client knows all replicas. It sends a request once more, to another replica, if the connection was refused, the
-stream was refused, or kas says that the request was not started. Everything else that fails is *unknown*: the
-checker proves from the records of the agents that none of it ran twice. *With idempotent retry* counts what the
-client gets that repeats those, too.
+stream was refused, or kas says that the request was not started. What fails nevertheless is in one of three columns.
+*Not started*: nothing reached an agent, and the second attempt, if there was one, did not either. *Unknown*: it may
+have run. The checker proves from the records of the agents that none of these ran twice. *Other*: a credential, a
+rule or a limit refused it, or it ended with an error of the application, or not at all; the row *failures that say
+nothing* counts these. *With idempotent retry* counts what the client gets that repeats unknown ones, too.
+
+These columns are about requests with one response. Streams, watches, upgraded connections, requests with a credential
+that is not valid any more, and requests that wait for an agent that is not there are not in them. S25 and S26 consist
+of the latter, so they have no requests, although agents recorded runs: their rows and notes say what became of them.
 
 *Target* is what the project wants to publish, and *gate* is what fails a run on two shared cores. Times that are
 taken from views of replicas include the time until the next look: up to 50 ms for lists of replicas, and up to
 the period that a row names for agents.
+
+*Judged* is the value that is compared with target and gate: the 99th percentile, or the smallest value of what should
+be large, which is said at the unit. *Worst* is the largest value, or the smallest one of these. T_grace is such a
+row: it is how much longer than its grace an upgraded connection lived, so a worst value above 0 means that none ended
+early.
+
+Where sizes *return to within 5 %* of what they were before a fault, 1 MiB of memory, 4 descriptors and 8 tasks are
+allowed in addition, and 16 MiB of memory in S34: memory comes in pages of the allocator, and a connection may just be open.
 
 *Full* and *quick* are the two lengths of a scenario. *No gates* means that a time fails only beyond ten times its
 gate, because the machine was busy or the programs were not optimized; such runs are not in the table of targets.
@@ -39,7 +54,8 @@ In every scenario, each failure says whether the request may have run, and no re
 so does a cut of the network that dropped no packet.
 
 `cargo xtask chaos --scenario S02 --seed N` repeats a run: the *nemesis*, which makes the faults, chooses the same,
-but processes are not scheduled in the same way.
+but processes are not scheduled in the same way. The history of a run, which the checker reads, is kept only if the run
+fails. Of a run that passes, its result, its picture and its notes are kept.
 ";
 
 /// How many failures of a run are shown.
@@ -188,7 +204,7 @@ fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
     let _ = writeln!(
         out,
         "\n## Targets\n\nAll values of all scenarios, each of the commit that ran last.\n\n\
-         | | scenarios | N | p50 | p99 or worst | worst | target | gate | meets | others publish | what is measured |\n\
+         | | scenarios | N | p50 | judged | worst | target | gate | meets | others publish | what is measured |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     for (quantity, ids) in &all {
@@ -206,13 +222,17 @@ fn targets<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
 /// N, percentiles, target, gate and verdict, as cells of a table.
 fn numbers(quantity: &Quantity, no_gates: bool) -> String {
     let Quantity { unit, target, gate, values, .. } = quantity;
-    let [p50, p99, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
+    let [p50, judged, worst] = [quantity.at(0.5), quantity.judged(), quantity.worst()].map(number);
+    let unit = match quantity.better {
+        Better::Smaller => unit.clone(),
+        Better::Larger => format!("{unit} (smallest)"),
+    };
     let verdict = match quantity.verdict() {
         FAILS if !quantity.is_gated(no_gates) => "over the gate",
         verdict => verdict,
     };
     let (target, gate) = (short(*target), short(*gate));
-    format!("{} | {p50} | {p99} | {worst} {unit} | {target} | {gate} | {verdict}", values.len())
+    format!("{} | {p50} | {judged} | {worst} {unit} | {target} | {gate} | {verdict}", values.len())
 }
 
 fn invariants<'a>(out: &mut String, rows: impl Iterator<Item = &'a Row<'a>>) {
@@ -255,7 +275,7 @@ fn section(
         if !quantities.is_empty() {
             let _ = writeln!(
                 out,
-                "\n| {form} | N | p50 | p99 or worst | worst | target | gate | meets |\n\
+                "\n| {form} | N | p50 | judged | worst | target | gate | meets |\n\
                  | --- | --- | --- | --- | --- | --- | --- | --- |"
             );
             for quantity in &quantities {
@@ -320,6 +340,12 @@ fn runs(out: &mut String, rows: &BTreeMap<&str, Row<'_>>) {
 /// What became of the requests, in words.
 pub(super) fn totals(result: &RunResult) -> String {
     let totals = &result.totals;
+    if totals.requests == 0 {
+        return format!(
+            "0 requests: those that wait for an agent that is not there are not counted. Agents recorded {} runs.",
+            result.runs
+        );
+    }
     format!(
         "{} requests: {} with a response, {} tried once more elsewhere, {} unknown (of which agents ran {}, none \
          twice unless I1 says so), {} not started, {} other failures; with idempotent retry {} have a response. \
@@ -345,7 +371,6 @@ fn struck(result: &RunResult) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measure::Better;
 
     fn result(id: &str, form: &str, commit: &str, failures: &[&str]) -> RunResult {
         RunResult {
@@ -398,6 +423,25 @@ mod tests {
         assert!(text.contains("| T_kill | S02 | 3 | 70 | 300 |"), "{text}");
         assert!(!text.contains("900"), "an earlier commit is in the list of runs only: {text}");
         assert_eq!(shown.len(), 2);
+    }
+
+    #[test]
+    fn what_should_be_large_says_so_and_waiters_are_no_requests() {
+        let grace = Quantity {
+            name: "T_grace".to_owned(),
+            unit: "ms".to_owned(),
+            better: Better::Larger,
+            target: 0.0,
+            gate: 0.0,
+            reference: String::new(),
+            how: String::new(),
+            values: vec![3.0, 60.0, 90.0],
+        };
+        let run = RunResult { measured: vec![grace], runs: 7, ..result("S25", "quick", "a", &[]) };
+        let (text, _) = page(&[run], &[]);
+        assert!(text.contains("| T_grace | 3 | 60 | 3 | 3 ms (smallest) | 0 | 0 | target |"), "{text}");
+        assert!(text.contains("0 requests: those that wait "), "{text}");
+        assert!(text.contains(" are not counted. Agents recorded 7 runs."), "{text}");
     }
 
     #[test]

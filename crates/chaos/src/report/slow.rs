@@ -14,6 +14,8 @@ use super::{
     result::{RunResult, SIMULATION},
 };
 
+/// How many seeds the long form of the simulation has.
+const SEEDS: u64 = 10_000;
 /// Seeds that failed are named up to this many.
 const NAMED: usize = 20;
 
@@ -39,6 +41,18 @@ pub(super) struct Simulated {
     faults: u64,
     requests: u64,
     seconds: u64,
+}
+
+impl Simulated {
+    /// The run in a few words.
+    fn words(&self) -> String {
+        let Self { started, commit, seeds, failed, .. } = self;
+        let failed = match failed.len() {
+            0 => "none failed".to_owned(),
+            many => format!("**{many} failed**"),
+        };
+        format!("{}, commit {commit}, {seeds} seeds, {failed}: see [Simulation](#simulation)", date(*started))
+    }
 }
 
 /// Reads the results of the simulation in a folder, in the order in which they began.
@@ -90,7 +104,13 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
         );
         let _ = writeln!(out, "| `{command}` | {takes} | {words} |");
     }
-    let _ = writeln!(out, "| `cargo xtask sim --seeds 10000` | 2 h | see below |");
+    let many = simulated.iter().rfind(|one| one.seeds >= SEEDS);
+    let words = match (many, simulated.last()) {
+        (Some(one), _) => one.words(),
+        (None, Some(last)) => format!("was not run to its end; the last run: {}", last.words()),
+        (None, None) => "was not run".to_owned(),
+    };
+    let _ = writeln!(out, "| `cargo xtask sim --seeds {SEEDS}` | 2 h | {words} |");
     let _ = writeln!(
         out,
         "\n## Simulation\n\nThe same router, registry, tables and gossip over a simulated network and clock, where a seed \
@@ -142,6 +162,10 @@ mod tests {
         assert!(out.contains("[passes](#s02) (full), 1970-01-01, commit abc"), "{out}");
         assert!(out.contains("[**FAILS**](#s30) (full)"), "{out}");
         assert!(out.contains("S48` | 1 h | was not run"), "{out}");
+        assert!(
+            out.contains("| 2 h | was not run to its end; the last run: 1970-01-01, commit def, 9 seeds"),
+            "{out}"
+        );
         assert!(out.contains("`cargo xtask sim --seeds 9` | def | 9 | **1**: seeds 4 | 90 s"), "{out}");
         std::fs::write(folder.path().join("simulation-6.json"), "{").unwrap();
         assert!(super::simulated(folder.path()).is_err(), "it is not left out silently");
