@@ -106,11 +106,9 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     // The first of its trackers, if none is asked for.
     let with = |scenario: &'static Scenario| (scenario, arguments.tracker.unwrap_or(scenario.trackers[0]));
     let chosen: Vec<(&Scenario, Tracker)> = if arguments.scenario.is_empty() {
-        // What does not run here is no part of the set.
+        // What does not run here is no part of the set, and said at the end.
         let asked = |scenario: &Scenario, tracker| {
-            let makes_sense = scenario.elsewhere.is_none() && scenario.trackers.contains(&tracker);
-            let chosen = if arguments.quick { scenario.quick } else { arguments.slow || !scenario.slow };
-            makes_sense && chosen && (other || !scenario.two_builds)
+            left_out(scenario, tracker, arguments).is_none() && (scenario.quick || !arguments.quick)
         };
         ALL.iter().map(with).filter(|(scenario, tracker)| asked(scenario, *tracker)).collect()
     } else {
@@ -143,6 +141,13 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     for skipped in &skipped {
         println!("SKIPPED  {skipped}");
     }
+    if arguments.scenario.is_empty() && !arguments.quick {
+        for (scenario, tracker) in ALL.iter().map(with) {
+            if let Some(why) = left_out(scenario, tracker, arguments) {
+                println!("NOT RUN  {}: {why}", scenario.id);
+            }
+        }
+    }
     Ok(if verdicts.iter().any(|verdict| !verdict.failures.is_empty()) {
         println!("replay with --seed {seed}");
         ExitCode::FAILURE
@@ -151,6 +156,21 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     } else {
         ExitCode::from(SKIPPED)
     })
+}
+
+/// Why a scenario is no part of the set of all that can run.
+fn left_out(scenario: &Scenario, tracker: Tracker, arguments: &ChaosArgs) -> Option<String> {
+    if let Some(elsewhere) = scenario.elsewhere {
+        return Some(elsewhere.to_owned());
+    }
+    if !scenario.trackers.contains(&tracker) {
+        return Some(format!("not with --tracker {}", tracker.as_str()));
+    }
+    if scenario.slow && !arguments.slow {
+        return Some("with --slow, or by its name".to_owned());
+    }
+    let lacks_builds = scenario.two_builds && arguments.other_programs.is_none();
+    lacks_builds.then(|| "with --other-programs, the folder of another build".to_owned())
 }
 
 /// The folders with the programs under test.
