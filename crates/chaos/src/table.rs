@@ -483,7 +483,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S54",
-        "nginx asks who holds an agent, and is told another replica, always the same one, an address where nobody is, no address, an error, the replica that held the agent before each replica left, and nothing",
+        "nginx asks which replica holds an agent, and gets a wrong answer: another replica, always the same one, an address at which nothing listens, no address, an error, the replica that held the agent before, or no answer",
         "all requests succeed, T_heal",
         false,
     )

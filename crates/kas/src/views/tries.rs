@@ -34,7 +34,7 @@ impl Tries {
 
     /// The try has failed.
     pub(super) fn failed(&mut self, reason: String) {
-        // Whoever has begun to look while it went well was told so.
+        // Callers that began to look before the failure were told that the rows were fresh.
         if self.feed.with(|inner| inner.condition.state == AgentState::Live) {
             self.begin();
         }
