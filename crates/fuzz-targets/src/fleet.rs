@@ -22,7 +22,7 @@ pub fn promql(bytes: &[u8]) {
             }
         }
         let none = plan.leaves().iter().map(|_| Vec::new()).collect();
-        assert!(plan.merge(none, Times::instant(0), None).is_ok(), "no answers are an answer");
+        assert!(plan.merge(none, Times::instant(0), None, 1_000).is_ok(), "no answers are an answer");
     }
     let scope = Scope::parse("{fuzz=\"scope\"}").expect("it is one");
     // What is written is longer, and may be beyond a limit.
@@ -58,7 +58,7 @@ pub fn prometheus_answers(bytes: &[u8]) {
             let read = |id: &str| Some((agent(id), Answer::read(bytes, leaf, times, &room).ok()?));
             ["7", "8"].into_iter().filter_map(read).collect()
         });
-        if let Ok(data) = plan.merge(answers.collect(), times, Some(50)) {
+        if let Ok(data) = plan.merge(answers.collect(), times, Some(50), 1 << 20) {
             assert!(is_json(&data.json), "{}", data.json);
         }
     }

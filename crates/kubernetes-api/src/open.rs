@@ -161,14 +161,22 @@ impl Since {
     }
 }
 
+/// Who answers a request.
+#[derive(Clone, Copy, Debug)]
+enum To {
+    /// An agent; and the source of the caller.
+    Agent(AgentId, SourceKind),
+    /// kas itself.
+    Kas,
+}
+
 /// What the parts of an open request share: its body, its answer and the sweep.
 #[derive(Debug)]
 pub(crate) struct Shared {
     kind: Kind,
-    agent: AgentId,
+    to: To,
     /// The name of its caller.
     caller: Arc<str>,
-    source: SourceKind,
     start: Instant,
     opened: Instant,
     /// Resets the client's stream, also while nothing of the answer can be written.
@@ -192,6 +200,26 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    fn new(kind: Kind, to: To, caller: &Arc<str>, start: Instant, reset: Arc<StreamReset>) -> Self {
+        Self {
+            kind,
+            to,
+            caller: Arc::clone(caller),
+            start,
+            opened: Instant::now(),
+            reset,
+            closes: OnceLock::new(),
+            verdict: AtomicU8::new(0),
+            waker: AtomicWaker::new(),
+            ended: Since::none(),
+            is_answered: AtomicBool::new(false),
+            untaken: Since::none(),
+            upload_silent: Since::none(),
+            head_due: Since::none(),
+            answer_unread: Since::none(),
+        }
+    }
+
     /// Ends the request. Only the first verdict counts, but any other one overrides [`Verdict::Drain`].
     pub(crate) fn end(&self, verdict: Verdict) {
         let change = self.verdict.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
@@ -354,6 +382,14 @@ struct State {
 }
 
 impl State {
+    /// Adds an open request. Returns it with its number.
+    fn add(&mut self, shared: Shared) -> (Arc<Shared>, u64) {
+        let shared = Arc::new(shared);
+        self.serial += 1;
+        self.requests.insert(self.serial, Arc::clone(&shared));
+        (shared, self.serial)
+    }
+
     /// Whether a caller may have one more request open.
     fn has_room(&self, limits: &OpenLimits, caller: &str, is_upgrade: bool) -> Result<(), Failure> {
         let Some(of_caller) = self.callers.get(caller) else { return Ok(()) };
@@ -441,43 +477,31 @@ impl OpenRequests {
         }
         // Last, so that nothing else that refuses a request costs its caller a token.
         state.count(self.rate.as_deref(), &caller.name, kind == Kind::Upgrade)?;
-        let shared = Arc::new(Shared {
-            kind,
-            agent,
-            caller: Arc::clone(&caller.name),
-            source: caller.source,
-            start: self.start,
-            opened: Instant::now(),
-            reset,
-            closes: OnceLock::new(),
-            verdict: AtomicU8::new(0),
-            waker: AtomicWaker::new(),
-            ended: Since::none(),
-            is_answered: AtomicBool::new(false),
-            untaken: Since::none(),
-            upload_silent: Since::none(),
-            head_due: Since::none(),
-            answer_unread: Since::none(),
-        });
-        state.serial += 1;
-        let serial = state.serial;
-        state.requests.insert(serial, Arc::clone(&shared));
         *state.agents.entry(agent).or_default() += 1;
+        let to = To::Agent(agent, caller.source);
+        let (shared, serial) = state.add(Shared::new(kind, to, &caller.name, self.start, reset));
         drop(state);
         self.metrics.opened(kind);
         Ok(OpenRequest { requests: Arc::clone(self), shared, serial })
     }
 
-    /// Opens a request of a caller that is for no agent.
+    /// Opens a request of a caller that kas answers itself. No metric counts it, and the status page does not
+    /// tell it. A shutdown ends it last: whoever makes the answer ends it in order before.
     ///
     /// # Errors
     /// If a limit is reached.
-    pub(crate) fn open_own(self: &Arc<Self>, caller: &Arc<str>) -> Result<OwnRequest, Failure> {
+    pub(crate) fn open_own(
+        self: &Arc<Self>,
+        kind: Kind,
+        caller: &Arc<str>,
+        reset: Arc<StreamReset>,
+    ) -> Result<OpenRequest, Failure> {
         let mut state = self.state.lock();
         state.has_room(&self.limits, caller, false)?;
         state.count(self.rate.as_deref(), caller, false)?;
+        let (shared, serial) = state.add(Shared::new(kind, To::Kas, caller, self.start, reset));
         drop(state);
-        Ok(OwnRequest { requests: Arc::clone(self), caller: Arc::clone(caller) })
+        Ok(OpenRequest { requests: Arc::clone(self), shared, serial })
     }
 
     /// Looks at all open requests every second, forever.
@@ -496,9 +520,12 @@ impl OpenRequests {
         self.state.lock().requests.values().cloned().collect()
     }
 
-    /// Returns the open requests of a kind for which there is no verdict.
+    /// Returns the open requests of a kind to agents for which there is no verdict.
     fn undecided(&self, kind: Kind) -> Vec<Arc<Shared>> {
-        self.all().into_iter().filter(|shared| shared.kind == kind && shared.verdict().is_none()).collect()
+        let is_one = |shared: &Arc<Shared>| {
+            shared.kind == kind && matches!(shared.to, To::Agent(..)) && shared.verdict().is_none()
+        };
+        self.all().into_iter().filter(is_one).collect()
     }
 
     /// Ends the upgraded connections that are open, and later ones soon after they begin. Runs forever.
@@ -554,25 +581,13 @@ impl OpenRequest {
     }
 }
 
-/// An open request that kas answers itself, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct OwnRequest {
-    requests: Arc<OpenRequests>,
-    caller: Arc<str>,
-}
-
-impl Drop for OwnRequest {
-    fn drop(&mut self) {
-        self.requests.state.lock().discount(&self.caller, false);
-    }
-}
-
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        let Shared { kind, agent, ref caller, .. } = *self.shared;
+        let Shared { kind, to, ref caller, .. } = *self.shared;
         let mut state = self.requests.state.lock();
         state.requests.remove(&self.serial);
         state.discount(caller, kind == Kind::Upgrade);
+        let To::Agent(agent, _) = to else { return };
         if let Some(open) = state.agents.get_mut(&agent) {
             *open -= 1;
             if *open == 0 {

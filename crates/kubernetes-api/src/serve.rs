@@ -22,7 +22,7 @@ use kube_request::{
     Kind, RequestInfo, Target, Upgrade,
     headers::{is_impersonation, remove_dropped},
 };
-use net::http::{Body, StreamSlot, Trust, upgrade as upgrade_connection};
+use net::http::{Body, StreamReset, StreamSlot, Trust, upgrade as upgrade_connection};
 use observe::{
     RequestRecord,
     audit::{EndpointFields, Rule, kubernetes::KubernetesAction},
@@ -273,7 +273,7 @@ impl KubernetesApi {
                     return Ok(response);
                 }
                 let credential = self.credential(credential, trust)?;
-                return Box::pin(self.list(about, trust, &credential)).await;
+                return Box::pin(self.list(about, trust, &credential, stream.reset)).await;
             }
             Place::Fleet => {
                 not_here(connect.as_ref())?;
@@ -473,6 +473,7 @@ impl KubernetesApi {
         about: &mut About,
         trust: &Trust,
         credential: &Credential,
+        reset: Arc<StreamReset>,
     ) -> Result<Response<Body>, Failure> {
         if about.method != Method::GET && about.method != Method::HEAD {
             return Err(Failure::method(&about.method));
@@ -486,7 +487,7 @@ impl KubernetesApi {
         };
         trust.passed();
         about.source = source_of(credential);
-        let _open = self.open.open_own(&caller)?;
+        let open = self.open.open_own(Kind::Short, &caller, reset)?;
         let unavailable = |why: String| {
             tracing::debug!(error = why, "the agents cannot be listed");
             let text = "the agents cannot be listed at the moment";
@@ -502,9 +503,14 @@ impl KubernetesApi {
         self.metrics.authenticated(about.source, AuthOutcome::Allowed);
         about.record.allowed_at_endpoint(about.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;
-        let json = agents::to_json(reach, &all);
-        about.record.ended_at_endpoint(Some(200), EndedBy::Upstream.as_str(), json.len() as u64);
-        Ok(of_kas(&about.method, "application/json", json.into()))
+        let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), Kind::Short);
+        let answer = FleetAnswer {
+            status: StatusCode::OK,
+            headers: HeaderMap::new(),
+            body: FleetBody::Whole(agents::to_json(reach, &all).into()),
+            held: None,
+        };
+        fleet::respond(about, Ok(answer), ending, open)
     }
 
     /// Sends an allowed request to its agent, and returns the answer.

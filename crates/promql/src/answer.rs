@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::{
-    AnswerError, Leaf, ResultType, Room, Times,
+    AnswerError, Leaf, Refused, ResultType, Room, Times,
     json::{elements, entries, invalid},
     labels::{AgentLabels, Kept, Labels, attach},
     room::Taken,
@@ -18,6 +18,9 @@ const MOST_WARNINGS: usize = 10;
 const LONGEST_TEXT: usize = 1_000;
 /// The most labels of one series.
 const MOST_LABELS: usize = 1_000;
+/// What a server warns of that has left a group of floats and native histograms out of an aggregation. One
+/// server with all series would have left out the whole group.
+const MIXED: &str = "mix of histograms and floats for aggregation";
 /// Labels of a series that count as one series more.
 const LABELS_OF_ONE: usize = 32;
 
@@ -142,7 +145,8 @@ impl Answer {
         }
         let form = Form { is_vector: expected == ResultType::Vector, times: leaf.times_of(times) };
         let series = if leaf.is_merged {
-            let (mut rows, mut has_histograms) = (Vec::new(), false);
+            let has_left_out = warnings.iter().any(|warning| warning.contains(MIXED));
+            let (mut rows, mut has_histograms) = (Vec::new(), has_left_out);
             elements(data.result, |raw: Raw<'_>| {
                 taken.one()?;
                 let labels = labels(raw.labels, &mut taken)?;
@@ -288,12 +292,23 @@ pub(crate) struct Writer {
     json: String,
     result_type: ResultType,
     is_first: bool,
+    /// The most bytes.
+    most: usize,
 }
 
 impl Writer {
-    pub(crate) fn new(result_type: ResultType) -> Self {
+    pub(crate) fn new(result_type: ResultType, most: usize) -> Self {
         let json = format!(r#"{{"resultType":"{}","result":["#, result_type.as_str());
-        Self { json, result_type, is_first: true }
+        Self { json, result_type, is_first: true, most }
+    }
+
+    /// Whether it has more bytes than it may. Then there is no answer, and nothing more should be added.
+    fn check(&self) -> Result<(), Refused> {
+        if self.json.len() <= self.most {
+            return Ok(());
+        }
+        let text = format!("the answer has more than {} bytes: aggregate, or select fewer agents", self.most);
+        Err(Refused::unsupported(text))
     }
 
     fn begin(&mut self, labels: &Labels) {
@@ -305,19 +320,26 @@ impl Writer {
     }
 
     /// Adds a series as it came.
-    pub(crate) fn pass(&mut self, series: Passed, agent: &AgentLabels, kept: Kept) {
+    ///
+    /// # Errors
+    /// If there are too many bytes.
+    pub(crate) fn pass(&mut self, series: Passed, agent: &AgentLabels, kept: Kept) -> Result<(), Refused> {
         self.begin(&attach(series.labels, agent, kept));
         for (name, samples) in series.samples {
             // Writing to a string does not fail.
             let _ = write!(self.json, r#","{name}":{samples}"#);
         }
         self.json.push('}');
+        self.check()
     }
 
     /// Adds a series.
-    pub(crate) fn add(&mut self, labels: &Labels, points: &Points) {
+    ///
+    /// # Errors
+    /// If there are too many bytes.
+    pub(crate) fn add(&mut self, labels: &Labels, points: &Points) -> Result<(), Refused> {
         if points.is_empty() {
-            return;
+            return Ok(());
         }
         self.begin(labels);
         let is_vector = self.result_type == ResultType::Vector;
@@ -329,6 +351,7 @@ impl Writer {
             let _ = write!(self.json, r#"[{},"{}"]"#, Time(*time), Number(*value));
         }
         self.json.push_str(if is_vector { "}" } else { "]}" });
+        self.check()
     }
 
     pub(crate) fn finish(mut self) -> String {
@@ -358,7 +381,7 @@ impl std::fmt::Display for Time {
     }
 }
 
-/// A value, as Prometheus writes it.
+/// A value, as Prometheus writes it: with an exponent below 1e-6 and from 1e21 on.
 struct Number(f64);
 
 impl std::fmt::Display for Number {
@@ -367,7 +390,16 @@ impl std::fmt::Display for Number {
             value if value.is_nan() => f.write_str("NaN"),
             f64::INFINITY => f.write_str("+Inf"),
             f64::NEG_INFINITY => f.write_str("-Inf"),
-            value => write!(f, "{value}"),
+            value if value == 0.0 || (1e-6..1e21).contains(&value.abs()) => write!(f, "{value}"),
+            value => {
+                let text = format!("{value:e}");
+                let Some((digits, exponent)) = text.split_once('e') else { return f.write_str(&text) };
+                let (sign, exponent) = match exponent.strip_prefix('-') {
+                    Some(exponent) => ('-', exponent),
+                    None => ('+', exponent),
+                };
+                write!(f, "{digits}e{sign}{exponent:0>2}")
+            }
         }
     }
 }
@@ -397,9 +429,11 @@ mod tests {
         let answer = read(json, "up", times).unwrap();
         assert_eq!(answer.warnings, ["w"]);
         let agent = AgentLabels { id: "7".to_owned(), name: "b".to_owned() };
-        let mut writer = Writer::new(ResultType::Vector);
+        let mut writer = Writer::new(ResultType::Vector, 1_000);
         let Series::Passed(series) = answer.series else { panic!("to be passed") };
-        series.into_iter().for_each(|series| writer.pass(series, &agent, Kept::BOTH));
+        for series in series {
+            writer.pass(series, &agent, Kept::BOTH).unwrap();
+        }
         let expected = concat!(
             r#"{"resultType":"vector","result":[{"metric":{"__name__":"up","agent":"7","agent_name":"b","#,
             r#""exported_agent":"x"},"value":[1.5e9,"1.50"]},{"metric":{"agent":"7","agent_name":"b"},"#,
@@ -410,6 +444,24 @@ mod tests {
         let of_sum = success("vector", r#"[{"metric":{},"value":[1499999999.999,"2"]}]"#);
         let Series::Read(rows) = read(&of_sum, "sum(up)", times).unwrap().series else { panic!("read") };
         assert_eq!(rows, [(Labels::new(), Points::from([(1_500_000_000_000, 2.0)]))]);
+    }
+
+    #[test]
+    fn numbers_are_written_as_prometheus_writes_them() {
+        for (value, expected) in [
+            (0.0, "0"),
+            (-0.0, "-0"),
+            (1.5, "1.5"),
+            (1e-6, "0.000001"),
+            (9.5e-7, "9.5e-07"),
+            (-5e-324, "-5e-324"),
+            (1e20, "100000000000000000000"),
+            (1e21, "1e+21"),
+            (f64::MAX, "1.7976931348623157e+308"),
+            (f64::NEG_INFINITY, "-Inf"),
+        ] {
+            assert_eq!(Number(value).to_string(), expected);
+        }
     }
 
     #[test]

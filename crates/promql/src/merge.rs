@@ -43,24 +43,31 @@ impl Plan {
     }
 
     /// Makes the data of the answer. `answers` has those to each of [`Plan::leaves`], `times` is what they
-    /// were read with. `limit` is the most series of it.
+    /// were read with. `limit` is the most series of it, and `most` the most bytes.
     ///
     /// # Errors
-    /// [`Refused`]: the answers cannot be merged.
-    pub fn merge(&self, answers: Vec<Answers>, times: Times, limit: Option<usize>) -> Result<Data, Refused> {
+    /// [`Refused`]: the answers cannot be merged, or there are more bytes.
+    pub fn merge(
+        &self,
+        answers: Vec<Answers>,
+        times: Times,
+        limit: Option<usize>,
+        most: usize,
+    ) -> Result<Data, Refused> {
         let mut answers = answers.into_iter();
         let limit = limit.unwrap_or(usize::MAX);
         let expected = if times.is_range() { ResultType::Matrix } else { ResultType::Vector };
         match self {
-            Self::One(_) => Ok(Data { json: Writer::new(expected).finish(), is_truncated: false }),
+            Self::One(_) => Ok(Data { json: Writer::new(expected, most).finish(), is_truncated: false }),
             Self::Each(leaf) => {
-                Ok(side_by_side(leaf, answers.next().unwrap_or_default(), leaf.result_type(times), limit))
+                let writer = Writer::new(leaf.result_type(times), most);
+                side_by_side(leaf, answers.next().unwrap_or_default(), writer, limit)
             }
             Self::Merged(merged) => {
                 let mut rows = evaluate(merged, &mut answers)?;
                 rows.retain(|row| !row.points.is_empty());
-                let mut writer = Writer::new(expected);
-                rows.iter().take(limit).for_each(|row| writer.add(&row.labels, &row.points));
+                let mut writer = Writer::new(expected, most);
+                rows.iter().take(limit).try_for_each(|row| writer.add(&row.labels, &row.points))?;
                 Ok(Data { json: writer.finish(), is_truncated: rows.len() > limit })
             }
         }
@@ -88,8 +95,7 @@ fn check<'a>(
     }
 }
 
-fn side_by_side(leaf: &Leaf, answers: Answers, result_type: ResultType, limit: usize) -> Data {
-    let mut writer = Writer::new(result_type);
+fn side_by_side(leaf: &Leaf, answers: Answers, mut writer: Writer, limit: usize) -> Result<Data, Refused> {
     let mut count = 0_usize;
     for (agent, answer) in answers {
         // What is to be merged is of another plan.
@@ -97,11 +103,11 @@ fn side_by_side(leaf: &Leaf, answers: Answers, result_type: ResultType, limit: u
         for series in list {
             count += 1;
             if count <= limit {
-                writer.pass(series, &agent, leaf.kept);
+                writer.pass(series, &agent, leaf.kept)?;
             }
         }
     }
-    Data { json: writer.finish(), is_truncated: count > limit }
+    Ok(Data { json: writer.finish(), is_truncated: count > limit })
 }
 
 /// Evaluates what is made of the answers, which are taken in the order of the leaves.

@@ -8,7 +8,14 @@ mod read;
 mod service;
 mod weigh;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use ::fleet::{
     MOST_AGENTS, Selector, ServiceAddress, Unanswered,
@@ -28,7 +35,7 @@ use self::{
     read::Reader,
 };
 use super::{
-    callers::Callers,
+    callers::{Callers, Slot},
     fan_out::{Times, fan_out},
     metrics::{self, FleetMetrics},
     select::{self, SelectError, Want, Who},
@@ -182,6 +189,8 @@ pub(crate) enum CatalogError {
 pub(crate) struct CatalogAnswer {
     pub(crate) agents: Vec<AgentCatalog>,
     pub(crate) unanswered: Vec<Unanswered>,
+    /// The question is open until the client has the answer.
+    open: Option<Slot>,
 }
 
 /// Where the Prometheus of a cluster is, by its components.
@@ -263,13 +272,21 @@ impl Catalog {
 
     async fn answer_of(self: &Arc<Self>, question: CatalogQuestion) -> Result<CatalogAnswer, CatalogError> {
         let CatalogQuestion { wanted, selector, namespaces, who, caller, actor } = question;
-        let _open = self.callers.open(&caller).ok_or(CatalogError::TooManyOpen)?;
+        let open = self.callers.open(&caller).ok_or(CatalogError::TooManyOpen)?;
         let want = Want { files: false, most: MOST_AGENTS };
         let selected =
             select::select(&*self.parts.directory, &*self.parts.files, &who, &selector, want).await?;
         let ids: Vec<AgentId> = selected.members.iter().map(|member| member.id).collect();
         let files = self.parts.files.of(&ids).await;
         let (files, namespaces, actor) = (&files, &namespaces, &actor);
+        // Counted before they are copied, so that the rest of a large fleet takes no memory.
+        let rows = &AtomicUsize::new(0);
+        let count = |more: usize| {
+            let counted = |sum: usize| sum.checked_add(more).filter(|sum| *sum <= MOST_ROWS);
+            let found = rows.fetch_update(Ordering::Relaxed, Ordering::Relaxed, counted);
+            let text = || format!("the answer would have more than {MOST_ROWS} rows: select fewer agents");
+            found.map(drop).map_err(|_| text())
+        };
         let (found, unanswered) = fan_out(selected.members, TIMES, |member| async move {
             let (file, unknown) = match files.get(&member.id) {
                 Some(Ok(file)) => (Some(&**file), None),
@@ -286,29 +303,22 @@ impl Catalog {
             match wanted {
                 Wanted::Components => {
                     let known = self.components(&asked).await?;
+                    count(known.components.len())?;
                     let missing = known.missing.iter().cloned().chain(unknown).collect();
                     Ok(AgentCatalog::of_components(&member, known.components.clone(), missing))
                 }
                 Wanted::Applications => {
                     let installed = self.applications(&asked).await?;
+                    count(installed.applications.len())?;
                     let missing = installed.missing.iter().cloned().chain(unknown).collect();
                     Ok(AgentCatalog::of_applications(&member, installed.applications.clone(), missing))
                 }
             }
         })
         .await;
-        let mut answer = CatalogAnswer { agents: Vec::new(), unanswered: selected.unanswered };
+        let agents = found.into_iter().map(|(_, agent)| agent).collect();
+        let mut answer = CatalogAnswer { agents, unanswered: selected.unanswered, open: Some(open) };
         answer.unanswered.extend(unanswered);
-        let mut rows = 0;
-        for (member, agent) in found {
-            rows += agent.rows();
-            if rows > MOST_ROWS {
-                let why = format!("the answer has {MOST_ROWS} rows without it: select fewer agents");
-                answer.unanswered.push(Unanswered::new(member.id, Some(&*member.name), &why));
-            } else {
-                answer.agents.push(agent);
-            }
-        }
         answer.unanswered.sort_by_key(|missing| missing.agent);
         Ok(answer)
     }

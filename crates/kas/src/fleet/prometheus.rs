@@ -6,7 +6,7 @@ mod one;
 mod reply;
 mod times;
 
-use std::time::Duration;
+use std::{any::Any, time::Duration};
 
 use kubernetes_api::{FleetAnswer, FleetQuestion, FleetRefusal};
 use tokio::time::Instant;
@@ -66,13 +66,26 @@ impl FleetService {
     pub(super) async fn ask_prometheus(&self, question: FleetQuestion) -> Result<FleetAnswer, FleetRefusal> {
         let begun = Instant::now();
         let asked = if question.caller.agent().is_some() { Asked::Agent } else { Asked::Fleet };
+        let mut held: Option<Box<dyn Any + Send>> = None;
         let reply = match self.callers.open(&question.caller.name()) {
             None => {
                 let text =
                     format!("{} questions of this caller to Prometheus are open", self.settings.per_caller);
                 Reply::too_many(text)
             }
-            Some(_open) => self.prometheus_reply(question).await?,
+            Some(open) => {
+                let reply = self.prometheus_reply(question).await?;
+                match self.memory.hold(reply.size()) {
+                    Ok(memory) => {
+                        held = Some(Box::new((open, memory)));
+                        reply
+                    }
+                    Err(_) => Reply::too_many(
+                        "the answers to all questions that are open hold as much memory as they may: ask again \
+                         later",
+                    ),
+                }
+            }
         };
         let outcome = match reply.status().as_u16() {
             200..300 if reply.is_partial() => Outcome::Partial,
@@ -81,7 +94,7 @@ impl FleetService {
             _ => Outcome::Failed,
         };
         self.metrics.question(asked, outcome, begun.elapsed().as_secs_f64());
-        Ok(reply.into_answer())
+        Ok(reply.into_answer(held))
     }
 
     async fn prometheus_reply(&self, question: FleetQuestion) -> Result<Reply, FleetRefusal> {

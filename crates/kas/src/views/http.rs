@@ -164,7 +164,7 @@ fn answer(kind: &'static str, body: FleetBody) -> FleetAnswer {
         // Otherwise nginx would keep events back.
         headers.insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
     }
-    FleetAnswer { status: StatusCode::OK, headers, body }
+    FleetAnswer { status: StatusCode::OK, headers, body, held: None }
 }
 
 /// Returns the status of HTTP for one of gRPC.

@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::BTreeMap, sync::Arc};
 use ids::AgentId;
 use kube_request::Kind;
 
-use super::{OpenRequests, Shared};
+use super::{OpenRequests, Shared, To};
 
 /// The open requests that have no end of their own: upgraded connections, watches, followed logs, and
 /// requests to pods and services.
@@ -54,10 +54,11 @@ impl OpenRequests {
         let mut counts: BTreeMap<_, u64> = BTreeMap::new();
         let mut named: BTreeMap<_, u64> = BTreeMap::new();
         for shared in &open {
-            let (kind, source) = (shared.kind, shared.source.as_str());
+            let To::Agent(agent, source) = shared.to else { continue };
+            let (kind, source) = (shared.kind, source.as_str());
             *counts.entry((kind, source)).or_default() += 1;
             if callers.is_some() {
-                *named.entry((&shared.caller, source, kind, shared.agent)).or_default() += 1;
+                *named.entry((&shared.caller, source, kind, agent)).or_default() += 1;
             }
         }
         let mut named: Vec<_> = named

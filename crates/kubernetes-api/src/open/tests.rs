@@ -48,6 +48,10 @@ fn open_as(
         .map_err(|failure| failure.status.code().as_u16())
 }
 
+fn own(requests: &Arc<OpenRequests>, caller: &Arc<str>) -> Result<OpenRequest, Failure> {
+    requests.open_own(Kind::Watch, caller, Arc::default())
+}
+
 #[test]
 fn long_requests_are_counted_by_kind_and_source_and_named_only_if_asked() {
     let requests = requests(OpenLimits::default());
@@ -129,17 +133,17 @@ async fn the_rate_of_a_caller_says_when_the_next_request_may_begin() {
     let requests = limited(OpenLimits { per_caller: 3, ..OpenLimits::default() }, Some(rate));
     let caller: Arc<str> = "a".into();
     let _first = open(&requests, Kind::Watch, "a", 1).unwrap();
-    drop(requests.open_own(&caller).unwrap());
-    let failure = requests.open_own(&caller).unwrap_err();
+    drop(own(&requests, &caller).unwrap());
+    let failure = own(&requests, &caller).unwrap_err();
     assert_eq!((failure.status.code().as_u16(), failure.status.retry_after()), (429, Some(1)));
     assert_eq!(open(&requests, Kind::Short, "a", 1).unwrap_err(), 429);
     let _of_another = open(&requests, Kind::Short, "b", 1).unwrap();
     tokio::time::advance(Duration::from_millis(400)).await;
     let second = open(&requests, Kind::Short, "a", 1).unwrap();
-    let _third = requests.open_own(&caller).unwrap();
+    let _third = own(&requests, &caller).unwrap();
     tokio::time::advance(Duration::from_millis(200)).await;
     // Three are open, and that refuses first: it costs no token.
-    let failure = requests.open_own(&caller).unwrap_err();
+    let failure = own(&requests, &caller).unwrap_err();
     assert!(failure.status.text().contains("3 requests of this caller are open"), "{failure:?}");
     drop(second);
     open(&requests, Kind::Short, "a", 1).unwrap();

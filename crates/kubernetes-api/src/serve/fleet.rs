@@ -3,6 +3,7 @@
 pub(crate) mod routes;
 
 use std::{
+    any::Any,
     net::IpAddr,
     pin::Pin,
     sync::Arc,
@@ -15,7 +16,7 @@ use bytes::{Bytes, BytesMut};
 use callers::{Authorized, Credential, CredentialError, KnownAgent, Refused, SourceKind};
 use grpc::BoxError;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header, request};
-use http_body::{Body as HttpBody, Frame};
+use http_body::{Body as HttpBody, Frame, SizeHint};
 use ids::{Actor, AgentId};
 use kube_request::{Kind, Target, headers::is_impersonation};
 use net::http::{Body, Trust};
@@ -28,7 +29,7 @@ use crate::{
     ClientStream, KubernetesApi, ListedAgent,
     ended_by::EndedBy,
     failure::{Failure, plain},
-    open::OwnRequest,
+    open::{OpenRequest, Verdict},
     origin::{Visit, is_preflight},
     record::Ending,
     selection,
@@ -37,6 +38,12 @@ use crate::{
 
 /// Headers of a request that its answer may depend on.
 const PASSED: [&str; 5] = ["accept", "content-type", "kas-fleet-require", "last-event-id", "user-agent"];
+
+/// The parts in which a whole body is given to the client's connection, in bytes: what it has taken and the
+/// client has not is at most one of them.
+const PART: usize = 64 << 10;
+/// Why a body ends before its end. The client sees a reset.
+const CUT: &str = "the answer was cut";
 
 /// Answers what is asked below `/fleet/`, except diffs.
 #[async_trait]
@@ -85,6 +92,14 @@ pub struct FleetAnswer {
     pub headers: HeaderMap,
     /// The body.
     pub body: FleetBody,
+    /// What is held until the client has taken the body, or has left: such as the memory that it counts as.
+    pub held: Option<Box<dyn Any + Send>>,
+}
+
+impl std::fmt::Debug for FleetAnswer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FleetAnswer").field("status", &self.status).finish_non_exhaustive()
+    }
 }
 
 /// The body of an answer.
@@ -309,7 +324,7 @@ impl KubernetesApi {
             verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, Kind::Short)),
             made = making => made,
         };
-        respond(about, made, ending, Held::Agent { _open: open })
+        respond(about, made, ending, open)
     }
 
     /// Answers a question about the agents that a caller may use.
@@ -325,7 +340,7 @@ impl KubernetesApi {
         B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Send,
     {
-        let Asked { parts, path, body, credential, .. } = asked;
+        let Asked { parts, path, body, credential, stream, .. } = asked;
         let target = target(path)?;
         let credential = self.credential(credential, trust)?;
         // The credential is checked before anybody is asked about agents.
@@ -346,7 +361,7 @@ impl KubernetesApi {
         let source = credential.source().map_or(crate::metrics::NONE, SourceKind::as_str);
         trust.passed();
         about.source = source;
-        let held = self.open.open_own(&name)?;
+        let open = self.open.open_own(kind, &name, stream.reset)?;
         let caller = Caller {
             endpoint: Arc::clone(self),
             name,
@@ -364,7 +379,7 @@ impl KubernetesApi {
             Ok(body) => self.ask(about, parts, target, found, body, Arc::new(caller)).await,
             Err(failure) => Err(failure),
         };
-        respond(about, made, ending, Held::Own { _open: held })
+        respond(about, made, ending, open)
     }
 
     async fn ask(
@@ -435,19 +450,14 @@ fn number(text: &str) -> Result<AgentId, Failure> {
     agent.ok_or_else(|| Failure::malformed("the path must have the number of an agent"))
 }
 
-/// What an answer holds until it has ended.
-enum Held {
-    Agent { _open: crate::open::OpenRequest },
-    Own { _open: OwnRequest },
-}
-
-fn respond(
+/// Makes the response of an answer.
+pub(super) fn respond(
     about: &About,
     made: Result<FleetAnswer, Failure>,
     mut ending: Ending,
-    held: Held,
+    open: OpenRequest,
 ) -> Result<Response<Body>, Failure> {
-    let FleetAnswer { status, headers, body } = match made {
+    let FleetAnswer { status, headers, body, held } = match made {
         Ok(answer) => answer,
         Err(failure) => {
             ending.status(failure.status.code());
@@ -456,13 +466,21 @@ fn respond(
         }
     };
     ending.status(status);
+    let is_empty = matches!(&body, FleetBody::Whole(bytes) if bytes.is_empty());
+    if is_empty || about.method == http::Method::HEAD {
+        // Nobody asks a body without parts for one.
+        ending.ended_by(EndedBy::Upstream);
+    }
+    let sent = |source| grpc::boxed(Sent { source, ending, open, _held: held });
     let mut response = match body {
         FleetBody::Whole(bytes) => {
-            ending.ended_by(EndedBy::Upstream);
-            ending.passed(bytes.len());
-            of_kas(&about.method, "application/json", bytes)
+            let mut response = of_kas(&about.method, "application/json", Bytes::new());
+            response.headers_mut().insert(header::CONTENT_LENGTH, bytes.len().into());
+            let body = if about.method == http::Method::HEAD { Bytes::new() } else { bytes };
+            *response.body_mut() = sent(Source::Whole(body));
+            response
         }
-        FleetBody::Stream(body) => Response::new(grpc::boxed(Streamed { body, ending, _held: held })),
+        FleetBody::Stream(body) => Response::new(sent(Source::Stream(body))),
     };
     *response.status_mut() = status;
     for (name, value) in headers {
@@ -473,14 +491,22 @@ fn respond(
     Ok(response)
 }
 
-/// A body that goes on, whose end is recorded.
-struct Streamed {
-    body: Body,
-    ending: Ending,
-    _held: Held,
+/// Where the parts of an answer come from.
+enum Source {
+    Whole(Bytes),
+    Stream(Body),
 }
 
-impl HttpBody for Streamed {
+/// The body of an answer. Until the client has taken it, the request counts as open, and what the answer holds
+/// is held.
+struct Sent {
+    source: Source,
+    ending: Ending,
+    open: OpenRequest,
+    _held: Option<Box<dyn Any + Send>>,
+}
+
+impl HttpBody for Sent {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -488,12 +514,45 @@ impl HttpBody for Streamed {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let Self { source, ending, open, .. } = &mut *self;
+        let shared = open.shared();
+        shared.answer_taken();
+        let verdict = shared.poll_verdict(cx).filter(|verdict| *verdict != Verdict::Drain);
+        if let Some(verdict) = verdict {
+            ending.ended_by(verdict.ended_by());
+            return Poll::Ready(match source {
+                // What has no length may end after any part.
+                Source::Stream(_) if verdict == Verdict::Session => None,
+                Source::Stream(_) | Source::Whole(_) => Some(Err(CUT.into())),
+            });
+        }
+        let frame = match source {
+            Source::Whole(rest) if rest.is_empty() => None,
+            Source::Whole(rest) => Some(Ok(Frame::data(rest.split_to(rest.len().min(PART))))),
+            Source::Stream(body) => ready!(Pin::new(body).poll_frame(cx)),
+        };
         match &frame {
-            Some(Ok(frame)) => self.ending.passed(frame.data_ref().map_or(0, Bytes::len)),
-            Some(Err(_)) | None => self.ending.ended_by(EndedBy::Upstream),
+            Some(Ok(frame)) => {
+                ending.passed(frame.data_ref().map_or(0, Bytes::len));
+                shared.answer_given();
+            }
+            Some(Err(_)) | None => ending.ended_by(EndedBy::Upstream),
+        }
+        if matches!(source, Source::Whole(rest) if rest.is_empty()) {
+            ending.ended_by(EndedBy::Upstream);
         }
         Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        matches!(&self.source, Source::Whole(rest) if rest.is_empty())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.source {
+            Source::Whole(rest) => SizeHint::with_exact(rest.len() as u64),
+            Source::Stream(_) => SizeHint::default(),
+        }
     }
 }
 

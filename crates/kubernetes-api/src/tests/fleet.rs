@@ -1,15 +1,20 @@
 //! Paths below `/fleet/`: who may ask for them.
 
+use std::{sync::Arc, time::Duration};
+
 use bytes::Bytes;
 use http::Request;
-use http_body_util::Full;
+use http_body_util::{BodyExt as _, Full};
 
 use super::{
-    describing, failure, json,
-    lab::{COOKIE, CSRF, JANE, Lab, NOBODY, Setup, TOKEN},
+    Raw, describing, eventually, failure, json,
+    lab::{COOKIE, CSRF, JANE, LARGE, Lab, NOBODY, Setup, TOKEN},
     send,
 };
-use crate::serve::routes::{Auth, ROUTES, Route};
+use crate::{
+    OpenLimits,
+    serve::routes::{Auth, ROUTES, Route},
+};
 
 /// A request for a route, whose agent is 7.
 fn request(route: &Route, method: &str, token: Option<&str>) -> Request<Full<Bytes>> {
@@ -160,4 +165,30 @@ async fn a_question_tells_who_asks_and_which_agents_may_be_used() {
         .header("sec-fetch-site", "same-site");
     let seen = json(send(&lab, session.body(Full::default()).unwrap()).await).await;
     assert_eq!(seen["reachable"]["is_guess"], true);
+}
+
+#[tokio::test]
+async fn an_answer_is_open_and_holds_its_memory_until_the_client_has_it() {
+    let open = OpenLimits { per_caller: 1, unread_answer: Duration::from_secs(1), ..OpenLimits::default() };
+    let lab = Lab::start(Setup { open, ..Setup::default() }, describing()).await;
+    let path = "/fleet/prometheus/select/all/api/v1/large";
+    let get = |path: &str| {
+        let request = Request::get(path).header("host", "kas");
+        let request = request.header("authorization", format!("Bearer {TOKEN}"));
+        request.body(Full::<Bytes>::default()).unwrap()
+    };
+    let mut client = Raw::connect(&lab).await;
+    let plain = format!("GET {path} HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer {TOKEN}\r\n\r\n");
+    client.send(&plain).await;
+    let head = client.until("\r\n\r\n").await;
+    assert!(head.contains(&format!("content-length: {LARGE}")), "{head}");
+    let held = || Arc::strong_count(&lab.held);
+    assert_eq!(held(), 3, "nothing was read");
+    let refused = send(&lab, get("/fleet/views/pods")).await;
+    assert_eq!(refused.status(), 429, "it is open");
+    eventually("a client that reads nothing is cut", || held() == 2).await;
+
+    let mut reads = send(&lab, get(path)).await;
+    assert_eq!(reads.body_mut().collect().await.unwrap().to_bytes().len(), LARGE);
+    eventually("the client has all of it", || held() == 2).await;
 }

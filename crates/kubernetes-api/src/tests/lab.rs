@@ -136,6 +136,8 @@ pub(super) struct Lab {
     /// What resets each tunnel.
     tunnels: Mutex<Vec<Arc<Mutex<Vec<AbortHandle>>>>>,
     tasks: Vec<JoinHandle<()>>,
+    /// As often as answers below `/fleet/` hold something, and twice more.
+    pub(super) held: Arc<()>,
 }
 
 impl Drop for Lab {
@@ -165,7 +167,13 @@ impl Diffs for FakeDiffs {
 }
 
 /// Answers with what it is asked, and with the agents of 7, 8 and 9 that the caller may use.
-struct FakeFleet;
+struct FakeFleet {
+    /// Is held by each answer that is `LARGE`.
+    held: Arc<()>,
+}
+
+/// The size of an answer that no connection takes at once, in bytes.
+pub(super) const LARGE: usize = 32 << 20;
 
 #[async_trait]
 impl Fleet for FakeFleet {
@@ -175,6 +183,14 @@ impl Fleet for FakeFleet {
             let text = "not now".to_owned();
             let retry_after = Some(Duration::from_secs(3));
             return Err(FleetRefusal { status: http::StatusCode::TOO_MANY_REQUESTS, text, retry_after });
+        }
+        if places.last().is_some_and(|rest| rest == "large") {
+            return Ok(FleetAnswer {
+                status: http::StatusCode::OK,
+                headers: HeaderMap::new(),
+                body: FleetBody::Whole(vec![b' '; LARGE].into()),
+                held: Some(Box::new(Arc::clone(&self.held))),
+            });
         }
         let mut users = serde_json::Map::new();
         for agent in [AGENT, 8, 9] {
@@ -205,7 +221,7 @@ impl Fleet for FakeFleet {
         } else {
             FleetBody::Whole(bytes)
         };
-        Ok(FleetAnswer { status: http::StatusCode::OK, headers: HeaderMap::new(), body })
+        Ok(FleetAnswer { status: http::StatusCode::OK, headers: HeaderMap::new(), body, held: None })
     }
 }
 
@@ -354,7 +370,7 @@ impl Lab {
             ),
             changes: watch::Sender::new(0),
         });
-        let allowed: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (allowed, held): (Arc<Mutex<Vec<String>>>, Arc<()>) = Default::default();
         let lifecycle = Lifecycle::default();
         let phase = lifecycle.watch();
         let endpoint = KubernetesApi::new(Parts {
@@ -378,7 +394,7 @@ impl Lab {
             refusals: Arc::clone(&refusals),
             is_ready: Box::new(move || *phase.borrow() == Phase::Serving),
             diffs: Arc::new(FakeDiffs),
-            fleet: Arc::new(FakeFleet),
+            fleet: Arc::new(FakeFleet { held: Arc::clone(&held) }),
             owners: None,
             rate: None,
             allowed: Box::new({
@@ -413,6 +429,7 @@ impl Lab {
             bytes: Arc::default(),
             tunnels: Mutex::default(),
             tasks,
+            held,
         };
         for _ in 0..setup.tunnels {
             lab.connect(&setup, Arc::clone(&api));

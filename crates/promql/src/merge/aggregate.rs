@@ -30,7 +30,7 @@ pub(super) fn evaluate(
         Merge::Min => {
             merged(first, |least, value| if least > value || least.is_nan() { value } else { least })
         }
-        Merge::Average => averages(first, parts.next().unwrap_or_default()),
+        Merge::Average => averages(first, parts.next().unwrap_or_default())?,
         Merge::Best { count, is_largest, grouping } => best(first, *count, *is_largest, grouping),
     })
 }
@@ -130,7 +130,13 @@ fn sums(rows: Vec<Row>) -> Vec<Row> {
 /// 2^64: sums near the largest number are made smaller by it, so that there is an average of them.
 const SMALLER: f64 = 18_446_744_073_709_551_616.0;
 
-fn averages(mut of_sums: Vec<Row>, of_counts: Vec<Row>) -> Vec<Row> {
+fn averages(mut of_sums: Vec<Row>, of_counts: Vec<Row>) -> Result<Vec<Row>, Refused> {
+    // Prometheus finds the average of large numbers although it cannot add them.
+    if of_sums.iter().any(|row| row.points.values().any(|sum| sum.is_infinite())) {
+        let text = "avg: the sum of one agent is infinite, so the average of all cannot be told; write sum(…) / \
+                    count(…)";
+        return Err(Refused::unsupported(text));
+    }
     let is_large = |value: &f64| value.is_finite() && value.abs() > f64::MAX / SMALLER;
     let is_scaled = of_sums.iter().any(|row| row.points.values().any(is_large));
     if is_scaled {
@@ -150,7 +156,7 @@ fn averages(mut of_sums: Vec<Row>, of_counts: Vec<Row>) -> Vec<Row> {
         });
         Some(row)
     };
-    sums(of_sums).into_iter().filter_map(average).collect()
+    Ok(sums(of_sums).into_iter().filter_map(average).collect())
 }
 
 /// Returns the group of a series.

@@ -34,7 +34,7 @@ fn limited(text: &str, leaves: &[[Value; 2]], is_range: bool, limit: Option<usiz
             of_leaf.push((agent.clone(), answer.unwrap()));
         }
     }
-    plan.merge(answers, times(is_range), limit).map_err(|refused| refused.to_string())
+    plan.merge(answers, times(is_range), limit, 100_000).map_err(|refused| refused.to_string())
 }
 
 fn one(value: &str) -> Value {
@@ -353,4 +353,35 @@ fn many_operators_over_many_series_are_quick() {
     let text = format!("sum by (pod) (x){}", "+1".repeat(200));
     let data = merged(&text, &[[json!(rows), json!([])]], true).unwrap();
     assert_eq!(data["result"][0]["values"][0][1], "201");
+}
+
+#[test]
+fn an_average_is_refused_if_a_server_cannot_add() {
+    let refused = merged("avg(x)", &[[one("+Inf"), one("1")], [one("2"), one("1")]], false).unwrap_err();
+    assert!(refused.contains("sum(…) / count(…)"), "{refused}");
+}
+
+#[test]
+fn an_answer_has_at_most_so_many_bytes() {
+    let plan = Plan::parse("x").unwrap();
+    let agent = AgentLabels { id: "7".to_owned(), name: "berlin".to_owned() };
+    let merge = |most| {
+        let answer = answer(&one("1"), plan.leaves()[0], false).unwrap();
+        plan.merge(vec![vec![(agent.clone(), answer)]], times(false), None, most)
+    };
+    let size = merge(1_000).unwrap().json.len();
+    assert!(merge(size).is_ok());
+    // The end of the document is not counted.
+    assert!(merge(size - 3).unwrap_err().text.contains("select fewer agents"));
+}
+
+#[test]
+fn a_group_that_a_server_has_left_out_is_not_merged() {
+    let json = r#"{"status":"success","warnings":["PromQL warning: encountered a mix of histograms and floats for aggregation (1:1)"],
+        "data":{"resultType":"vector","result":[]}}"#;
+    let plan = Plan::parse("sum(x)").unwrap();
+    let answer = Answer::read(json.as_bytes(), plan.leaves()[0], times(false), &Room::new(100)).unwrap();
+    let agent = AgentLabels { id: "7".to_owned(), name: "berlin".to_owned() };
+    let refused = plan.merge(vec![vec![(agent, answer)]], times(false), None, 1_000).unwrap_err();
+    assert!(refused.text.contains("histograms"), "{refused}");
 }

@@ -123,7 +123,14 @@ pub(super) fn classify(expr: &Expr) -> Result<Shape, Refused> {
         Expr::StringLiteral(_) => Ok(Shape::Text),
         Expr::Paren(paren) => classify(&paren.expr),
         Expr::Unary(unary) => classify(&unary.expr),
-        Expr::Subquery(subquery) => classify(&subquery.expr),
+        Expr::Subquery(subquery) => {
+            let shape = classify(&subquery.expr)?;
+            if subquery.step.is_none() {
+                let why = "its step would be that of each server, and they may differ; write [1h:1m]";
+                return Err(Refused::part(expr, why));
+            }
+            Ok(shape)
+        }
         Expr::Call(call) => function(expr, call),
         Expr::Aggregate(aggregate) => aggregation(expr, aggregate),
         Expr::Binary(binary) => between(expr, binary),

@@ -117,6 +117,7 @@ fn all_else_is_refused_with_the_part_and_what_to_write() {
         ("sum(a) / time()", "time()", "another one or a number"),
         ("abs(sum(a))", "sum(a)", "outermost"),
         ("sum(a)[5m:]", "sum(a)", "outermost"),
+        ("max_over_time(rate(a[5m])[1h:])", "[1h:]", "[1h:1m]"),
         ("topk(scalar(x), y)", "topk", "number"),
         ("hour() + x", "hour()", "no agent"),
     ] {

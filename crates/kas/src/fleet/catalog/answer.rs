@@ -42,11 +42,6 @@ impl AgentCatalog {
         let name = member.name.to_string();
         Self { agent: member.id.get(), name, components: None, applications: None, missing }
     }
-
-    /// Returns how many things it has.
-    pub(super) fn rows(&self) -> usize {
-        self.components.as_ref().map_or(0, Vec::len) + self.applications.as_ref().map_or(0, Vec::len)
-    }
 }
 
 /// The document that HTTP clients get.

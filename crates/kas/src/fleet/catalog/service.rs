@@ -57,10 +57,18 @@ impl Catalog {
             text: error.to_string(),
             retry_after: None,
         })?;
+        let memory = self.memory.hold(body.len()).map_err(|_| FleetRefusal {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            text: "what is read of clusters, and answers that are not taken yet, hold as much memory as they may: \
+                   ask again later"
+                .to_owned(),
+            retry_after: Some(std::time::Duration::from_secs(1)),
+        })?;
         Ok(FleetAnswer {
             status: StatusCode::OK,
             headers: HeaderMap::new(),
             body: FleetBody::Whole(body.into()),
+            held: Some(Box::new((answer.open, memory))),
         })
     }
 

@@ -122,7 +122,7 @@ impl FleetService {
             }
         };
         if path == "status/buildinfo" {
-            return Ok(Reply::success(&build(), Vec::new()));
+            return Ok(Reply::success(build(), Vec::new()));
         }
         let settings = self.settings;
         let who = Who::Caller(Arc::clone(&question.caller));
@@ -291,7 +291,7 @@ impl Gaps {
     }
 
     /// Returns an answer, with warnings about what is missing and those of servers.
-    fn answer(&self, data: &str, mut warnings: Vec<String>) -> Reply {
+    fn answer(&self, data: String, mut warnings: Vec<String>) -> Reply {
         warnings.truncate(MOST_WARNINGS);
         let is_partial = !self.unanswered.is_empty();
         let mut all: Vec<String> = self.unanswered.iter().take(MOST_GAPS).map(ToString::to_string).collect();

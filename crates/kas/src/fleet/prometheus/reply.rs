@@ -1,5 +1,7 @@
 //! Answers as Prometheus gives them.
 
+use std::any::Any;
+
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use kubernetes_api::{FleetAnswer, FleetBody};
@@ -25,8 +27,10 @@ impl Reply {
     }
 
     /// A result: `data` is JSON.
-    pub(super) fn success(data: &str, warnings: Vec<String>) -> Self {
-        let mut body = format!(r#"{{"status":"success","data":{data}"#);
+    pub(super) fn success(data: String, warnings: Vec<String>) -> Self {
+        // It may be large: it is not copied.
+        let mut body = data;
+        body.insert_str(0, r#"{"status":"success","data":"#);
         if !warnings.is_empty() {
             body.push_str(r#","warnings":"#);
             body.push_str(&json!(warnings).to_string());
@@ -83,9 +87,15 @@ impl Reply {
         self.is_partial
     }
 
-    pub(super) fn into_answer(self) -> FleetAnswer {
+    /// Returns how many bytes the body has.
+    pub(super) fn size(&self) -> usize {
+        self.body.len()
+    }
+
+    /// Returns the answer. `held` is held until the client has taken it.
+    pub(super) fn into_answer(self, held: Option<Box<dyn Any + Send>>) -> FleetAnswer {
         let mut headers = *self.headers;
         headers.entry(header::CONTENT_TYPE).or_insert(HeaderValue::from_static("application/json"));
-        FleetAnswer { status: self.status, headers, body: FleetBody::Whole(self.body) }
+        FleetAnswer { status: self.status, headers, body: FleetBody::Whole(self.body), held }
     }
 }

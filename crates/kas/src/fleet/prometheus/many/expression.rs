@@ -47,7 +47,7 @@ impl Many<'_> {
         if let Plan::One(text) = &plan {
             return self.any(&form, text, is_range).await;
         }
-        let room = Arc::clone(&self.room);
+        let (room, most) = (Arc::clone(&self.room), self.settings.query);
         let asked = Asked { plan: &plan, form: &form, times, room: &room };
         let parts = self.each(|asker, member| asked.leaves(asker, member)).await;
         if let Err(reply) = parts.gaps.check() {
@@ -64,13 +64,13 @@ impl Many<'_> {
         }
         let gaps = parts.gaps;
         // It takes the time of a processor, as much as there are samples.
-        let merging = tokio::task::spawn_blocking(move || plan.merge(answers, times, limit));
+        let merging = tokio::task::spawn_blocking(move || plan.merge(answers, times, limit, most));
         match merging.await {
             Ok(Ok(data)) => {
                 if data.is_truncated {
                     warnings.insert(0, TRUNCATED.to_owned());
                 }
-                gaps.answer(&data.json, warnings)
+                gaps.answer(data.json, warnings)
             }
             Ok(Err(refused)) => Reply::error(status_of(&refused), &refused.text),
             Err(error) => Reply::error(

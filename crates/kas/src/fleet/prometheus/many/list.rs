@@ -50,7 +50,7 @@ impl Many<'_> {
             sets.truncate(limit.unwrap_or_default());
             warnings.insert(0, TRUNCATED.to_owned());
         }
-        Ok(gaps.answer(&format!("[{}]", sets.join(",")), warnings))
+        Ok(gaps.answer(format!("[{}]", sets.join(",")), warnings))
     }
 
     /// Answers `labels`.
@@ -166,7 +166,7 @@ impl Many<'_> {
             })
             .await;
         let (all, warnings, gaps) = collect(parts, all, |all, _, body| all.add(body)).await?;
-        Ok(gaps.answer(&all.to_json(most, per_metric), warnings))
+        Ok(gaps.answer(all.to_json(most, per_metric), warnings))
     }
 }
 
@@ -207,7 +207,7 @@ fn texts(gaps: &Gaps, found: BTreeSet<String>, limit: Option<usize>, mut warning
         warnings.insert(0, TRUNCATED.to_owned());
     }
     let shown: Vec<&String> = found.iter().take(limit).collect();
-    gaps.answer(&json!(shown).to_string(), warnings)
+    gaps.answer(json!(shown).to_string(), warnings)
 }
 
 /// Reads all `match[]`.
