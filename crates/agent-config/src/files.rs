@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use ids::AgentId;
 use repository::{Error, Fingerprint, RepoPath, Repository, Revision, Versioning};
 
-use crate::{AgentConfigs, Current, KasRead, kas_path_of, parsed_kas_yaml, path_of, version};
+use crate::{AgentConfigs, Current, kas_file::KasRead, kas_path_of, parsed_kas_yaml, path_of, version};
 
 /// How often files are checked: two checks and reading take less than a second. A check is two `stat`s
 /// for each agent with an open stream, or one for the whole repository.

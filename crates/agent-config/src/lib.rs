@@ -9,6 +9,7 @@
 //! configurations, so that it knows who may use the agents.
 
 mod files;
+mod kas_file;
 pub mod kas_yaml;
 pub mod parse;
 mod projects;
@@ -17,7 +18,7 @@ mod report;
 mod tests;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     pin::Pin,
     sync::{Arc, Weak},
     task::{Context, Poll, Waker},
@@ -38,9 +39,14 @@ use proto::gitlab::agent::{
 use repository::{
     Commit, Content, Error, Fingerprint, RepoPath, Repository, Revision, bare::Bare, folder::Folder,
 };
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 
+pub use self::kas_file::{KasState, NotKnown};
 use self::{
+    kas_file::{KasFile, KasRead},
     kas_yaml::KasYaml,
     projects::Projects,
     report::{Found, Reports},
@@ -61,6 +67,8 @@ pub struct AgentConfigs {
     limit: u64,
     watched: Mutex<HashMap<AgentId, Watched>>,
     look: Notify,
+    /// Told when something was read of a `kas.yaml` of which nothing was known.
+    first_read: watch::Sender<()>,
     reports: Option<Reports>,
 }
 
@@ -106,104 +114,6 @@ impl Watched {
         self.unconfirmed.retain(|stream| stream.strong_count() > 0);
         !self.streams.is_empty() || !self.unconfirmed.is_empty()
     }
-}
-
-/// What is known of `kas.yaml` of an agent.
-#[derive(Debug, Default)]
-struct KasFile {
-    fingerprint: Option<Fingerprint>,
-    state: KasState,
-    /// The manifest projects of the configurations that the last good file was in force with, by name.
-    covered: HashSet<String>,
-}
-
-/// What was read of `kas.yaml`.
-#[derive(Debug)]
-struct KasRead {
-    fingerprint: Fingerprint,
-    /// The inner error is a text for the author.
-    parsed: Result<Result<KasYaml, String>, Error>,
-    /// The path, for people.
-    shown: String,
-}
-
-impl KasFile {
-    /// The configuration is in force together with the file, if that is good.
-    fn cover(&mut self, agent: AgentId, configuration: Option<&Latest>) {
-        let (None, Some(good), Some(latest)) = (&self.state.flaw, &self.state.good, configuration) else {
-            return;
-        };
-        let projects = latest.configuration.gitops.iter().flat_map(|gitops| &gitops.manifest_projects);
-        self.covered = projects.map(|project| project.id.clone()).collect();
-        let unknown: Vec<&str> =
-            good.identities.keys().map(String::as_str).filter(|name| !self.covered.contains(*name)).collect();
-        let warning = unknown.first().map(|first| {
-            let more = match unknown.len() - 1 {
-                0 => String::new(),
-                count => format!(" (and {count} more)"),
-            };
-            format!(
-                "gitops.projects.{first}{more}: no manifest project in config.yaml has this id, so this says \
-                 nothing; a project without a key of its own is applied with the rights of agentk"
-            )
-        });
-        if warning != self.state.warning {
-            if let Some(warning) = &warning {
-                tracing::warn!(
-                    agent.id = agent.get(),
-                    warning,
-                    "kas.yaml of an agent names no project of it"
-                );
-            }
-            self.state.warning = warning;
-        }
-    }
-
-    fn note(&mut self, agent: AgentId, read: KasRead) {
-        let KasRead { fingerprint, parsed, shown } = read;
-        match parsed {
-            Ok(Ok(parsed)) => {
-                self.fingerprint = Some(fingerprint);
-                if self.state.good.as_deref() != Some(&parsed) {
-                    self.state.good = Some(Arc::new(parsed));
-                }
-                self.state.flaw = None;
-            }
-            Ok(Err(flaw)) => {
-                self.fingerprint = Some(fingerprint);
-                if self.state.flaw.as_ref() != Some(&flaw) {
-                    let consequence = match self.state.good {
-                        Some(_) => "the last good one stays, and new manifest projects are not applied",
-                        None => "no manifests are applied",
-                    };
-                    tracing::warn!(
-                        agent.id = agent.get(),
-                        path = shown,
-                        error = flaw,
-                        consequence,
-                        "kas.yaml of an agent is invalid"
-                    );
-                }
-                self.state.flaw = Some(flaw);
-            }
-            // What is known stays, and the next check tries again.
-            Err(error) => {
-                tracing::debug!(agent.id = agent.get(), %error, "kas.yaml of an agent cannot be read");
-                self.fingerprint = None;
-            }
-        }
-    }
-}
-
-/// What `kas.yaml` of an agent says.
-#[derive(Debug, Clone, Default)]
-pub struct KasState {
-    /// The last good file. `None`: the file was not read yet, or there was only a wrong one.
-    pub good: Option<Arc<KasYaml>>,
-    /// Why the current file is not good.
-    pub flaw: Option<String>,
-    /// What in the good file has no effect.
-    pub warning: Option<String>,
 }
 
 /// The last good configuration of an agent.
@@ -281,6 +191,7 @@ impl AgentConfigs {
             limit: config.max_file_size.into(),
             watched: Mutex::default(),
             look: Notify::new(),
+            first_read: watch::Sender::new(()),
             reports: gitlab.map(Reports::new),
         })
     }
@@ -354,9 +265,20 @@ impl AgentConfigs {
         self.watched().get(&agent.id)?.good.clone()
     }
 
-    /// Returns what `kas.yaml` of an agent says that has a stream open here. `None`: it is not known.
-    pub fn kas_yaml(&self, agent: &Agent) -> Option<KasState> {
-        Some(self.watched().get(&agent.id)?.kas.state.clone())
+    /// Returns what `kas.yaml` of an agent says that has a stream open here. Of a file that the repository
+    /// does not have, the defaults are known.
+    ///
+    /// # Errors
+    /// Why it is not known.
+    pub fn kas_yaml(&self, agent: &Agent) -> Result<KasState, NotKnown> {
+        let watched = self.watched();
+        let Some(entry) = watched.get(&agent.id) else { return Err(NotKnown::NotHere) };
+        entry.kas.known().cloned()
+    }
+
+    /// Wakes when something was read of a `kas.yaml` that was [`NotKnown::NotYet`], or cannot be read.
+    pub fn first_reads(&self) -> watch::Receiver<()> {
+        self.first_read.subscribe()
     }
 
     /// Returns the manifest projects of an agent, and its `kas.yaml`, as far as both are in force. While the
@@ -372,18 +294,29 @@ impl AgentConfigs {
         Some((projects.filter(|project| !(is_flawed && is_new(project))).cloned().collect(), file))
     }
 
-    /// Reads `kas.yaml` of an agent that has no stream open here. `None`: it cannot be read, or it is in a
-    /// project of GitLab, which is read only for agents with streams.
+    /// Reads `kas.yaml` of an agent that has no stream open here. Without a source of configurations, there
+    /// is no such file.
+    ///
+    /// # Errors
+    /// [`NotKnown::NotHere`] if it is in a project of GitLab, which is read only for agents with streams;
+    /// [`NotKnown::Unreadable`].
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub async fn read_kas_yaml(&self, agent: &Agent) -> Option<KasState> {
-        let Source::Files { repository, prefix } = &self.source else { return None };
-        let path = kas_path_of(prefix, &agent.name).ok()?;
-        let file = repository.file(&Revision::Head, &path, self.limit).await.ok()?;
-        Some(match parsed_kas_yaml(file.content, &repository.shown(&path)) {
-            Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None, warning: None },
-            Err(flaw) => KasState { good: None, flaw: Some(flaw), warning: None },
+    pub async fn read_kas_yaml(&self, agent: &Agent) -> Result<KasState, NotKnown> {
+        let (repository, prefix) = match &self.source {
+            Source::None => return Ok(KasState::of(Ok(KasYaml::default()))),
+            Source::Files { repository, prefix } => (repository, prefix),
+            Source::Projects(_) => return Err(NotKnown::NotHere),
+        };
+        let read = async {
+            let path = kas_path_of(prefix, &agent.name)?;
+            let file = repository.file(&Revision::Head, &path, self.limit).await?;
+            Ok(parsed_kas_yaml(file.content, &repository.shown(&path)))
+        };
+        read.await.map(KasState::of).map_err(|error: Error| {
+            tracing::debug!(agent.id = agent.id.get(), %error, "kas.yaml of an agent cannot be read");
+            NotKnown::of(&error)
         })
     }
 
@@ -443,7 +376,7 @@ impl AgentConfigs {
         current: Result<Current, Error>,
     ) {
         if let Some(entry) = self.watched().get_mut(&agent) {
-            entry.kas.note(agent, kas);
+            self.note(agent, &mut entry.kas, kas);
             self.show(agent, entry, fingerprint, current);
             entry.kas.cover(agent, entry.good.as_ref());
         }
@@ -452,9 +385,29 @@ impl AgentConfigs {
     /// Keeps what was read of `kas.yaml` of an agent.
     fn publish_kas_yaml(&self, agent: AgentId, kas: KasRead) {
         if let Some(entry) = self.watched().get_mut(&agent) {
-            entry.kas.note(agent, kas);
+            self.note(agent, &mut entry.kas, kas);
             entry.kas.cover(agent, entry.good.as_ref());
         }
+    }
+
+    fn note(&self, agent: AgentId, file: &mut KasFile, read: KasRead) {
+        let is_first = matches!(file.known(), Err(NotKnown::NotYet));
+        file.note(agent, read);
+        if is_first {
+            self.first_read.send_replace(());
+        }
+    }
+
+    /// The files of these agents cannot be read, as the log has it already. What is known of them stays.
+    fn cannot_read(&self, agents: impl IntoIterator<Item = AgentId>, error: &Error) {
+        let mut watched = self.watched();
+        for agent in agents {
+            if let Some(entry) = watched.get_mut(&agent) {
+                entry.kas.cannot_read(error);
+            }
+        }
+        drop(watched);
+        self.first_read.send_replace(());
     }
 
     fn show(

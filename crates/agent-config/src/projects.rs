@@ -18,7 +18,8 @@ use tokio::{
 };
 
 use crate::{
-    AgentConfigs, ConfigStream, KasRead, PREFIX, Source, kas_path_of, parsed_kas_yaml, path_of, version,
+    AgentConfigs, ConfigStream, PREFIX, Source, kas_file::KasRead, kas_path_of, parsed_kas_yaml, path_of,
+    version,
 };
 
 /// The wait after the first failure to read files. It doubles with each further one.
@@ -90,6 +91,10 @@ impl Projects {
         Arc::clone(&self.state.lock().projects.entry(project).or_default().changed)
     }
 
+    fn agents(&self, project: i64) -> BTreeSet<AgentId> {
+        self.state.lock().projects.get(&project).map(|known| known.agents.clone()).unwrap_or_default()
+    }
+
     /// The task of a project has ended. It is started again if the project still has agents.
     fn ended(&self, project: i64) {
         let mut state = self.state.lock();
@@ -137,6 +142,7 @@ impl AgentConfigs {
             Ok(follower) => follower,
             Err(error) => {
                 tracing::error!(project, %error, "agent configurations are not read");
+                self.cannot_read(projects.agents(project), &Error::io(error.to_string()));
                 return tokio::time::sleep(LONGEST_BACKOFF).await;
             }
         };
@@ -147,6 +153,9 @@ impl AgentConfigs {
             let mut work = self.work(projects, project, head.commit);
             if !work.is_open {
                 return;
+            }
+            if let (None, Some(failure)) = (head.commit, &head.failure) {
+                self.cannot_read(projects.agents(project), &failure.error);
             }
             let is_due = retry.is_none_or(|at| at <= Instant::now());
             if let Some(known) = head.commit
@@ -172,6 +181,7 @@ impl AgentConfigs {
                         self.confirm(work.unconfirmed);
                     }
                     Err(error) => {
+                        self.cannot_read(projects.agents(project), &error);
                         if failures == 0 {
                             let code = code(&error);
                             tracing::warn!(project, code, %error, "agent configurations cannot be read");

@@ -50,6 +50,7 @@ impl Setup {
             limit: 1,
             watched: Mutex::default(),
             look: Notify::new(),
+            first_read: watch::Sender::new(()),
             reports: Some(Reports::new(Arc::clone(&gitlab) as _)),
         });
         // Without the task that reads files: the tests publish what it would.
@@ -204,6 +205,7 @@ async fn kas_yaml_of_a_folder_is_followed_and_read_without_a_stream() {
         limit: 1_000,
         watched: Mutex::default(),
         look: Notify::new(),
+        first_read: watch::Sender::new(()),
         reports: None,
     });
     let agent = Arc::new(Agent { id: AgentId::new(7).unwrap(), name: "demo".into(), project_id: 3 });
@@ -213,13 +215,13 @@ async fn kas_yaml_of_a_folder_is_followed_and_read_without_a_stream() {
     };
     let read = configs.read_kas_yaml(&agent).await.unwrap();
     assert_eq!(names(&read), Some(vec!["production".to_owned()]));
-    assert!(configs.kas_yaml(&agent).is_none(), "no stream is open");
+    assert_eq!(configs.kas_yaml(&agent).err(), Some(NotKnown::NotHere), "no stream is open");
 
     let _stream = configs.subscribe(&agent, "", Shown::All);
     let task = tokio::spawn(Arc::clone(&configs).run());
     let until = async |condition: &dyn Fn(&KasState) -> bool| {
         let found = async {
-            while !configs.kas_yaml(&agent).is_some_and(|state| condition(&state)) {
+            while !configs.kas_yaml(&agent).is_ok_and(|state| condition(&state)) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
@@ -230,5 +232,57 @@ async fn kas_yaml_of_a_folder_is_followed_and_read_without_a_stream() {
     until(&|state| state.flaw.is_some() && names(state) == Some(vec!["production".to_owned()])).await;
     std::fs::remove_file(folder.join("kas.yaml")).unwrap();
     until(&|state| state.flaw.is_none() && names(state) == Some(Vec::new())).await;
+    task.abort();
+}
+
+#[tokio::test]
+async fn a_kas_yaml_that_was_not_read_is_not_known() {
+    let dir = tempfile::TempDir::new().unwrap();
+    // A folder is no file, so this cannot be read.
+    let kas_yaml = dir.path().join("agents/demo/kas.yaml");
+    std::fs::create_dir_all(&kas_yaml).unwrap();
+    let configs = Arc::new(AgentConfigs {
+        source: Source::Files { repository: Arc::new(Folder::new(dir.path())), prefix: PREFIX_OF_FOLDER },
+        limit: 1_000,
+        watched: Mutex::default(),
+        look: Notify::new(),
+        first_read: watch::Sender::new(()),
+        reports: None,
+    });
+    let agent =
+        |id, name: &str| Arc::new(Agent { id: AgentId::new(id).unwrap(), name: name.into(), project_id: 3 });
+    let (demo, none) = (agent(7, "demo"), agent(8, "none"));
+    let _streams = [&demo, &none].map(|agent| configs.subscribe(agent, "", Shown::All));
+    for agent in [&demo, &none] {
+        assert_eq!(configs.kas_yaml(agent).err(), Some(NotKnown::NotYet));
+    }
+    let mut reads = configs.first_reads();
+    let task = tokio::spawn(Arc::clone(&configs).run());
+    let mut until = async |condition: &dyn Fn() -> bool| {
+        let found = async {
+            while !condition() {
+                reads.changed().await.unwrap();
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), found).await.expect("it is read");
+    };
+    until(&|| configs.kas_yaml(&demo).err() != Some(NotKnown::NotYet)).await;
+    let why = Some(NotKnown::Unreadable("IO".into()));
+    assert_eq!(configs.kas_yaml(&demo).err(), why);
+    assert_eq!(configs.read_kas_yaml(&demo).await.err(), why);
+    // One that is not there is known to say nothing.
+    until(&|| configs.kas_yaml(&none).is_ok()).await;
+    for state in [configs.kas_yaml(&none), configs.read_kas_yaml(&none).await] {
+        assert_eq!(state.unwrap().good.as_deref(), Some(&KasYaml::default()));
+    }
+    std::fs::remove_dir(&kas_yaml).unwrap();
+    std::fs::write(&kas_yaml, "labels: {env: prod}").unwrap();
+    let env = || Some(configs.kas_yaml(&demo).ok()?.good?.labels.get("env")?.clone());
+    let read = async {
+        while env().is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), read).await.expect("it is read");
     task.abort();
 }

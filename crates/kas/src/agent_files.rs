@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use agent_config::{KasState, kas_yaml::Prometheus};
+use agent_config::{KasState, NotKnown, kas_yaml::Prometheus};
 use async_trait::async_trait;
 use cluster::Tracker;
 use futures_util::{StreamExt as _, stream};
@@ -17,7 +17,7 @@ use lru::LruCache;
 use parking_lot::Mutex;
 use promql::Scope;
 use proto::kas::internal::v1::{
-    KasYamlOfAgent, KasYamlRequest, KasYamlResponse, PrometheusService,
+    KasYamlOfAgent, KasYamlRequest, KasYamlResponse, PrometheusService, UnknownKasYaml,
     fleet_server::{Fleet, FleetServer},
 };
 use routing::peer::Peers;
@@ -35,6 +35,10 @@ const KEPT_UNKNOWN: Duration = Duration::from_secs(5);
 const MOST: NonZeroUsize = NonZeroUsize::new(20_000).expect("it is not 0");
 /// How long another replica may take.
 const WITHIN: Duration = Duration::from_secs(3);
+/// How long a file is waited for that is about to be read for the first time. Less than [`WITHIN`].
+const FIRST_READ: Duration = Duration::from_secs(1);
+/// The longest reason of another replica that is passed on, in characters.
+const LONGEST_REASON: usize = 500;
 /// Replicas that are asked at once.
 const AT_ONCE: usize = 16;
 
@@ -99,31 +103,32 @@ impl AgentFiles {
         local_service(FleetServer::new(Here(Arc::clone(self))))
     }
 
-    /// Returns the files of agents, or why they are not known.
+    /// Returns the files of agents, or why they are not known. One that was not read yet, or cannot be read,
+    /// is not known: what it says may narrow what may be asked. One that does not exist says nothing.
     ///
     /// # Cancel safety
     /// Cancel safe.
     pub(crate) async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Known> {
         let mut found = HashMap::with_capacity(agents.len());
-        if self.take_known(agents, &mut found).is_empty() {
-            return found;
-        }
-        let _one = self.asking.lock().await;
         let missing = self.take_known(agents, &mut found);
         if missing.is_empty() {
             return found;
         }
-        let (mut told, silent) = self.elsewhere(&missing).await;
+        self.held.first_reads(&missing, FIRST_READ).await;
+        let _one = self.asking.lock().await;
+        let missing = self.take_known(&missing, &mut found);
+        if missing.is_empty() {
+            return found;
+        }
+        let Told { mut files, mut unknown, silent } = self.elsewhere(&missing).await;
         let now = Instant::now();
         for agent in missing {
-            let known: Known = match told.remove(&agent) {
+            let known: Known = match files.remove(&agent) {
                 Some(file) => Ok(Arc::new(file)),
                 None => match self.held.read_file(agent).await {
-                    Some(state) => Ok(Arc::new(of_state(&state))),
-                    None => Err(match &silent {
-                        Some(silent) => silent.clone(),
-                        None => "its kas.yaml is not known: no replica has its configuration stream".into(),
-                    }),
+                    Ok(state) => of_state(&state).map(Arc::new),
+                    Err(NotKnown::NotHere) => Err(self.why(agent, unknown.remove(&agent), silent.as_ref())),
+                    Err(why) => Err(not_known(&why)),
                 },
             };
             self.kept.lock().put(agent, (now, known.clone()));
@@ -132,13 +137,23 @@ impl AgentFiles {
         found
     }
 
+    /// Returns why a file is not known that no replica and no source on this host tells.
+    fn why(&self, agent: AgentId, unknown: Option<Unknown>, silent: Option<&Unknown>) -> Unknown {
+        match (self.held.file(agent), unknown, silent) {
+            (Err(why @ (NotKnown::NotYet | NotKnown::Unreadable(_))), ..) => not_known(&why),
+            (_, Some(why), _) => why,
+            (_, None, Some(silent)) => silent.clone(),
+            (_, None, None) => not_known(&NotKnown::NotHere),
+        }
+    }
+
     /// Adds what is known without asking. Returns the others.
     fn take_known(&self, agents: &[AgentId], found: &mut HashMap<AgentId, Known>) -> Vec<AgentId> {
         let mut missing = Vec::new();
         let mut kept = self.kept.lock();
         for &agent in agents {
-            if let Some(state) = self.held.file(agent) {
-                found.insert(agent, Ok(Arc::new(of_state(&state))));
+            if let Ok(state) = self.held.file(agent) {
+                found.insert(agent, of_state(&state).map(Arc::new));
                 continue;
             }
             match kept.get(&agent) {
@@ -151,10 +166,10 @@ impl AgentFiles {
         missing
     }
 
-    /// Asks the other replicas. Returns what they told, and why something may be missing.
-    async fn elsewhere(&self, agents: &[AgentId]) -> (HashMap<AgentId, AgentFile>, Option<Unknown>) {
-        let mut told = HashMap::new();
-        let Some(peers) = &self.peers else { return (told, None) };
+    /// Asks the other replicas.
+    async fn elsewhere(&self, agents: &[AgentId]) -> Told {
+        let mut told = Told::default();
+        let Some(peers) = &self.peers else { return told };
         let known = self.tracker.replicas().await;
         let others = known
             .replicas
@@ -171,37 +186,75 @@ impl AgentFiles {
                 }
             })
             .buffer_unordered(AT_ONCE);
-        let mut silent = None;
         while let Some((replica, answer)) = answers.next().await {
             let reason = match answer {
                 Ok(Ok(answer)) => {
-                    for file in answer.files {
-                        if let Ok(agent) = AgentId::new(file.agent_id) {
-                            told.entry(agent).or_insert_with(|| from_wire(file));
-                        }
-                    }
+                    told.add(&replica, answer);
                     continue;
                 }
                 Ok(Err(status)) => status.message().to_owned(),
                 Err(_) => format!("no answer in {} s", WITHIN.as_secs()),
             };
-            silent = Some(format!("its kas.yaml is not known: replica {replica}: {reason}").into());
+            told.silent = Some(format!("its kas.yaml is not known: replica {replica}: {reason}").into());
         }
-        (told, silent)
+        told
     }
 }
 
-fn of_state(state: &KasState) -> AgentFile {
+/// What the other replicas told.
+#[derive(Default)]
+struct Told {
+    files: HashMap<AgentId, AgentFile>,
+    /// Files that a replica should know, and does not, with the reason.
+    unknown: HashMap<AgentId, Unknown>,
+    /// Why something may be missing.
+    silent: Option<Unknown>,
+}
+
+impl Told {
+    fn add(&mut self, replica: &ReplicaId, answer: KasYamlResponse) {
+        for file in answer.files {
+            let Ok(agent) = AgentId::new(file.agent_id) else { continue };
+            match from_wire(file, replica) {
+                Ok(file) => {
+                    self.files.entry(agent).or_insert(file);
+                }
+                Err(why) => {
+                    self.unknown.insert(agent, why);
+                }
+            }
+        }
+        for UnknownKasYaml { agent_id, reason } in answer.unknown {
+            if let Ok(agent) = AgentId::new(agent_id) {
+                let reason: String = reason.chars().take(LONGEST_REASON).collect();
+                self.unknown.insert(agent, reason.into());
+            }
+        }
+    }
+}
+
+fn not_known(why: &NotKnown) -> Unknown {
+    format!("its kas.yaml is not known: {why}").into()
+}
+
+/// There was only a wrong one.
+fn is_wrong(flaw: &str) -> Unknown {
+    format!("its kas.yaml is wrong: {flaw}").into()
+}
+
+/// Returns what a file says. Of one that was never good it is not known what it should say.
+fn of_state(state: &KasState) -> Result<AgentFile, Unknown> {
     let flaw = state.flaw.clone();
-    match state.good.as_deref() {
-        None => AgentFile { flaw, ..AgentFile::default() },
-        Some(file) => AgentFile {
+    match (state.good.as_deref(), flaw) {
+        (None, None) => Err(not_known(&NotKnown::NotYet)),
+        (None, Some(flaw)) => Err(is_wrong(&flaw)),
+        (Some(file), flaw) => Ok(AgentFile {
             labels: file.labels.clone(),
             prometheus: file.prometheus.clone(),
             helm: file.helm,
             namespaces: file.namespaces.clone().unwrap_or_default(),
             flaw,
-        },
+        }),
     }
 }
 
@@ -217,13 +270,28 @@ fn to_wire(agent: AgentId, file: AgentFile) -> KasYamlOfAgent {
         namespaces: file.namespaces.into_iter().collect(),
         helm: file.helm,
         flaw: file.flaw.unwrap_or_default(),
+        is_known: true,
     }
 }
 
 /// Reads what another replica told. A part that this one cannot read becomes a flaw, and is not in force: a
 /// server without its scope would tell too much.
-fn from_wire(told: KasYamlOfAgent) -> AgentFile {
+///
+/// # Errors
+/// A replica of before `is_known` has told nothing of the file: it may not have read it.
+fn from_wire(told: KasYamlOfAgent, replica: &ReplicaId) -> Result<AgentFile, Unknown> {
     let mut flaw = Some(told.flaw).filter(|flaw| !flaw.is_empty());
+    let says_nothing =
+        told.labels.is_empty() && told.namespaces.is_empty() && told.prometheus.is_none() && !told.helm;
+    if says_nothing && !told.is_known {
+        return Err(match flaw {
+            Some(flaw) => is_wrong(&flaw),
+            None => format!(
+                "its kas.yaml is not known: replica {replica} is older and does not say whether it has read it"
+            )
+            .into(),
+        });
+    }
     let prometheus = told.prometheus.map(|prometheus| {
         let PrometheusService { service, prefix, scope } = prometheus;
         let service = service.parse().map_err(|error| format!("prometheus.service: {error}"))?;
@@ -240,13 +308,13 @@ fn from_wire(told: KasYamlOfAgent) -> AgentFile {
         }
         other => other.and_then(Result::ok),
     };
-    AgentFile {
+    Ok(AgentFile {
         labels: told.labels.into_iter().collect(),
         prometheus,
         helm: told.helm,
         namespaces: told.namespaces.into_iter().collect(),
         flaw,
-    }
+    })
 }
 
 /// Answers other replicas: only what this one knows.
@@ -260,14 +328,25 @@ impl Fleet for Here {
             let text = format!("{} agents; at most {}", ids.len(), ::fleet::MOST_AGENTS);
             return Err(Status::invalid_argument(text));
         }
-        let mut files = Vec::new();
-        for id in ids {
-            let agent = AgentId::new(id).map_err(|error| Status::invalid_argument(error.to_string()))?;
-            if let Some(state) = self.0.held.file(agent) {
-                files.push(to_wire(agent, of_state(&state)));
+        let agents = ids.into_iter().map(AgentId::new).collect::<Result<Vec<_>, _>>();
+        let agents = agents.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        self.0.held.first_reads(&agents, FIRST_READ).await;
+        let mut answer = KasYamlResponse::default();
+        for agent in agents {
+            let known = match self.0.held.file(agent) {
+                Ok(state) => of_state(&state),
+                Err(NotKnown::NotHere) => continue,
+                Err(why) => Err(not_known(&why)),
+            };
+            match known {
+                Ok(file) => answer.files.push(to_wire(agent, file)),
+                Err(reason) => {
+                    let reason = reason.chars().take(LONGEST_REASON).collect();
+                    answer.unknown.push(UnknownKasYaml { agent_id: agent.get(), reason });
+                }
             }
         }
-        Ok(Response::new(KasYamlResponse { files }))
+        Ok(Response::new(answer))
     }
 }
 
@@ -286,9 +365,42 @@ prometheus: {service: m/https:prom:9090, prefix: /p, match: '{ns="shop"}'}
         let good = agent_config::kas_yaml::parse(file.as_bytes()).unwrap();
         let state = KasState { good: Some(Arc::new(good)), flaw: Some("later".to_owned()), warning: None };
         let agent = AgentId::new(7).unwrap();
-        let file = of_state(&state);
-        assert_eq!(from_wire(to_wire(agent, file.clone())), file);
-        assert_eq!(from_wire(to_wire(agent, AgentFile::default())), AgentFile::default());
+        let file = of_state(&state).unwrap();
+        assert_eq!(from_wire(to_wire(agent, file.clone()), &replica()).as_ref(), Ok(&file));
+        // A file that is not there says nothing, and that is known.
+        let none = of_state(&KasState { good: Some(Arc::default()), flaw: None, warning: None }).unwrap();
+        assert_eq!(none, AgentFile::default());
+        assert_eq!(from_wire(to_wire(agent, none.clone()), &replica()), Ok(none));
+        // An older replica does not say that it has read a file; what it tells is known.
+        let old = KasYamlOfAgent { is_known: false, ..to_wire(agent, file.clone()) };
+        assert_eq!(from_wire(old, &replica()), Ok(file));
+    }
+
+    #[test]
+    fn what_was_not_read_is_not_known() {
+        let why = of_state(&KasState::default()).unwrap_err();
+        assert!(why.contains("not read yet"), "{why}");
+        let flaw = Some("labels: expected a map".to_owned());
+        let why = of_state(&KasState { flaw, ..KasState::default() }).unwrap_err();
+        assert_eq!(&*why, "its kas.yaml is wrong: labels: expected a map");
+        // What replicas of before `is_known` tell in both cases.
+        let why = from_wire(KasYamlOfAgent { agent_id: 7, ..Default::default() }, &replica()).unwrap_err();
+        assert!(why.contains("replica r1 is older"), "{why}");
+        let told = KasYamlOfAgent { agent_id: 7, flaw: "x".to_owned(), ..Default::default() };
+        assert_eq!(&*from_wire(told, &replica()).unwrap_err(), "its kas.yaml is wrong: x");
+        // A replica that has not read a file does not hide one that has.
+        let agent = AgentId::new(7).unwrap();
+        let mut told = Told::default();
+        let unknown = vec![UnknownKasYaml { agent_id: 7, reason: "not yet".to_owned() }];
+        told.add(&replica(), KasYamlResponse { files: Vec::new(), unknown });
+        assert!(told.files.is_empty() && &*told.unknown[&agent] == "not yet");
+        let files = vec![to_wire(agent, AgentFile { helm: true, ..AgentFile::default() })];
+        told.add(&replica(), KasYamlResponse { files, unknown: Vec::new() });
+        assert!(told.files[&agent].helm);
+    }
+
+    fn replica() -> ReplicaId {
+        ReplicaId::new("r1")
     }
 
     #[test]
@@ -296,7 +408,7 @@ prometheus: {service: m/https:prom:9090, prefix: /p, match: '{ns="shop"}'}
         let prometheus =
             PrometheusService { service: "a/b:1".to_owned(), scope: "?".to_owned(), ..Default::default() };
         let told = KasYamlOfAgent { agent_id: 7, prometheus: Some(prometheus), ..Default::default() };
-        let read = from_wire(told);
+        let read = from_wire(told, &replica()).unwrap();
         assert!(read.prometheus.is_none() && read.flaw.unwrap().contains("prometheus.match"));
     }
 }

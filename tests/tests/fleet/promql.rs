@@ -4,7 +4,9 @@ use anyhow::{Context as _, Result, ensure};
 use rand::{SeedableRng as _, rngs::StdRng};
 use serde_json::{Value, json};
 use testkit::{
+    agentk::Agentk,
     endpoint::JANE,
+    kas::{AgentEntry, token},
     prometheus::{Ask, ask},
 };
 
@@ -88,6 +90,7 @@ async fn many_servers_answer_as_one() -> Result<()> {
     selectors_and_refusals(&setup).await?;
     narrowed(&setup).await?;
     audited(&setup)?;
+    unread(&setup).await?;
     gaps(setup).await
 }
 
@@ -306,6 +309,49 @@ fn audited(setup: &Setup) -> Result<()> {
     ensure!(of_fleet.len() > 100, "{} of {} records are joined", of_fleet.len(), theirs.len());
     ensure!(of_fleet.iter().all(|record| record.to_string().contains("kas:jane")), "{}", of_fleet[0]);
     Ok(())
+}
+
+/// An agent whose `kas.yaml` cannot be read is asked nothing: the file may narrow what may be asked. Without
+/// such a file, nothing is narrowed.
+async fn unread(setup: &Setup) -> Result<()> {
+    // A folder is no file, so this cannot be read.
+    let file = setup.folder.path().join("agents/agent-5/kas.yaml");
+    std::fs::create_dir_all(&file)?;
+    let entries: Vec<AgentEntry> = (1..=5).map(AgentEntry::new).collect();
+    setup.endpoint.kas.set_agents(&entries)?;
+    let kubeconfig = setup.kubernetes.admin_kubeconfig();
+    let agentk = Agentk::start_with_kubeconfig(setup.endpoint.kas.agent, &token(5), &kubeconfig).await?;
+    agentk.connected().await?;
+    let query = [("query", "count(up)"), AT];
+    testkit::kas::eventually("its file cannot be read", async || {
+        let (status, said) = setup.one(5, "query", &query).await?;
+        ensure!(
+            status == 503 || status == 404 && said.to_string().contains("not connected"),
+            "{status} {said}"
+        );
+        Ok(if said.to_string().contains("its kas.yaml is not known: it cannot be read") {
+            Ok(())
+        } else {
+            Err(said)
+        })
+    })
+    .await?;
+    let (status, all) = setup.many("all", "query", &query).await?;
+    let warning = all["warnings"][0].as_str().unwrap_or_default();
+    ensure!(status == 200 && warning.starts_with("agent 5 (agent-5): its kas.yaml is not known"), "{all}");
+    ensure!(all["data"]["result"][0]["value"][1] == "4", "{all}");
+    // Its labels are not known either.
+    let (_, prod) = setup.many("env=prod", "query", &query).await?;
+    ensure!(prod["warnings"][0].as_str().is_some_and(|it| it.starts_with("agent 5 (agent-5)")), "{prod}");
+    std::fs::remove_dir(&file)?;
+    testkit::kas::eventually("there is no file", async || {
+        let (status, said) = setup.one(5, "query", &query).await?;
+        let is_found = status == 404 && said.to_string().contains("its kas.yaml names no Prometheus");
+        Ok(if is_found { Ok(()) } else { Err(said) })
+    })
+    .await?;
+    drop(agentk);
+    setup.endpoint.kas.set_agents(&entries[..4])
 }
 
 /// An agent that is away is named, and everything else is answered.

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use tokio::{sync::watch, task::JoinHandle};
 
 use super::*;
-use crate::{ConfigBody, Shown};
+use crate::{ConfigBody, NotKnown, Shown};
 
 /// Project 7 is at this path.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ async fn kas_yaml_is_read_at_the_same_commit_and_the_last_good_one_stays() {
     };
     assert_eq!(environments(1), (vec!["production".to_owned()], None));
     assert_eq!(environments(2), (Vec::new(), None), "without a file, the defaults");
-    assert!(s.configs.kas_yaml(&agent(3)).is_none());
+    assert_eq!(s.configs.kas_yaml(&agent(3)).err(), Some(NotKnown::NotHere));
     kas_yaml("environment: [staging]");
     s.push(&[]);
     s.told();

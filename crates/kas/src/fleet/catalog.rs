@@ -273,12 +273,11 @@ impl Catalog {
     async fn answer_of(self: &Arc<Self>, question: CatalogQuestion) -> Result<CatalogAnswer, CatalogError> {
         let CatalogQuestion { wanted, selector, namespaces, who, caller, actor } = question;
         let open = self.callers.open(&caller).ok_or(CatalogError::TooManyOpen)?;
-        let want = Want { files: false, most: MOST_AGENTS };
+        // Without its file, it is not known which namespaces of an agent may be read.
+        let want = Want { files: true, most: MOST_AGENTS };
         let selected =
             select::select(&*self.parts.directory, &*self.parts.files, &who, &selector, want).await?;
-        let ids: Vec<AgentId> = selected.members.iter().map(|member| member.id).collect();
-        let files = self.parts.files.of(&ids).await;
-        let (files, namespaces, actor) = (&files, &namespaces, &actor);
+        let (namespaces, actor) = (&namespaces, &actor);
         // Counted before they are copied, so that the rest of a large fleet takes no memory.
         let rows = &AtomicUsize::new(0);
         let count = |more: usize| {
@@ -288,30 +287,25 @@ impl Catalog {
             found.map(drop).map_err(|_| text())
         };
         let (found, unanswered) = fan_out(selected.members, TIMES, |member| async move {
-            let (file, unknown) = match files.get(&member.id) {
-                Some(Ok(file)) => (Some(&**file), None),
-                Some(Err(why)) => (None, Some(why.to_string())),
-                None => (None, None),
-            };
+            let file = member.file.as_deref().ok_or("its kas.yaml is not known")?;
             let asked = Asked {
                 agent: member.id,
                 actor: Arc::clone(actor),
                 run_as: member.run_as.clone(),
                 namespaces: scope(file, namespaces)?,
-                helm: wanted == Wanted::Applications && file.is_some_and(|file| file.helm),
+                helm: wanted == Wanted::Applications && file.helm,
             };
             match wanted {
                 Wanted::Components => {
                     let known = self.components(&asked).await?;
                     count(known.components.len())?;
-                    let missing = known.missing.iter().cloned().chain(unknown).collect();
-                    Ok(AgentCatalog::of_components(&member, known.components.clone(), missing))
+                    Ok(AgentCatalog::of_components(&member, known.components.clone(), known.missing.clone()))
                 }
                 Wanted::Applications => {
                     let installed = self.applications(&asked).await?;
                     count(installed.applications.len())?;
-                    let missing = installed.missing.iter().cloned().chain(unknown).collect();
-                    Ok(AgentCatalog::of_applications(&member, installed.applications.clone(), missing))
+                    let Installed { applications, missing } = &*installed;
+                    Ok(AgentCatalog::of_applications(&member, applications.clone(), missing.clone()))
                 }
             }
         })
@@ -337,7 +331,7 @@ impl Catalog {
         run_as: Option<Arc<Impersonation>>,
         file: &AgentFile,
     ) -> Result<PrometheusFound, String> {
-        let namespaces = scope(Some(file), &[])?;
+        let namespaces = scope(file, &[])?;
         let asked = Asked { agent, actor, run_as, namespaces, helm: false };
         let known = tokio::time::timeout(TIMES.each, self.components(&asked)).await;
         let known = known
@@ -432,8 +426,10 @@ impl Catalog {
 }
 
 /// Returns the namespaces to read: those that are asked for, of those that the file allows.
-fn scope(file: Option<&AgentFile>, asked: &[String]) -> Result<Vec<String>, String> {
-    let Some(file) = file.filter(|file| !file.namespaces.is_empty()) else { return Ok(asked.to_vec()) };
+fn scope(file: &AgentFile, asked: &[String]) -> Result<Vec<String>, String> {
+    if file.namespaces.is_empty() {
+        return Ok(asked.to_vec());
+    }
     if asked.is_empty() {
         return Ok(file.namespaces.iter().cloned().collect());
     }

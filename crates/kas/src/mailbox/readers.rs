@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use agent_config::KasState;
 use aws_lc_rs::digest;
 use bytes::Bytes;
 use ids::{AgentId, ReplicaId};
@@ -56,8 +57,8 @@ impl Readers {
             let mut news: HashMap<AgentId, Told> = HashMap::new();
             let mut to_tell: BTreeMap<ReplicaId, Vec<(AgentId, [u8; 32], Bytes)>> = BTreeMap::new();
             for (agent, state) in self.held.files() {
-                // A wrong file changes nothing.
-                let Some(file) = state.good else { continue };
+                // A wrong file changes nothing, nor does one that cannot be read.
+                let Ok(KasState { good: Some(file), .. }) = state else { continue };
                 let hooks = Bytes::copy_from_slice(file.hooks.json().as_bytes());
                 let mut holders = self.post.order(agent.id);
                 holders.truncate(2);

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use agent_config::{AgentConfigs, ConfigStream, KasState, Shown};
+use agent_config::{AgentConfigs, ConfigStream, KasState, NotKnown, Shown};
 use identity::Identity;
 use ids::{Agent, AgentId};
 use parking_lot::Mutex;
@@ -47,24 +47,55 @@ impl HeldAgents {
         }
     }
 
-    /// Returns the agents of this replica with what their `kas.yaml` says, as far as that is known.
-    pub(crate) fn files(&self) -> Vec<(Arc<Agent>, KasState)> {
-        let held = self.held().into_iter();
-        held.filter_map(|agent| self.configs.kas_yaml(&agent).map(|state| (agent, state))).collect()
+    /// Returns the agents of this replica with what their `kas.yaml` says, or why that is not known.
+    pub(crate) fn files(&self) -> Vec<(Arc<Agent>, Result<KasState, NotKnown>)> {
+        let with_file = |agent: Arc<Agent>| {
+            let state = self.configs.kas_yaml(&agent);
+            (agent, state)
+        };
+        self.held().into_iter().map(with_file).collect()
     }
 
-    /// Returns what `kas.yaml` of an agent says that has a configuration stream here. `None`: it is not
-    /// known.
-    pub(crate) fn file(&self, agent: AgentId) -> Option<KasState> {
-        self.configs.kas_yaml(&*self.identity.agent(agent)?)
+    /// Returns what `kas.yaml` of an agent says that has a configuration stream here.
+    ///
+    /// # Errors
+    /// Why it is not known.
+    pub(crate) fn file(&self, agent: AgentId) -> Result<KasState, NotKnown> {
+        let agent = self.identity.agent(agent).ok_or(NotKnown::NotHere)?;
+        self.configs.kas_yaml(&agent)
     }
 
-    /// Reads `kas.yaml` of an agent that has no configuration stream here. `None`: it is not on this host.
+    /// Waits until none of these agents has a file that was not read yet, for at most this long.
     ///
     /// # Cancel safety
     /// Cancel safe.
-    pub(crate) async fn read_file(&self, agent: AgentId) -> Option<KasState> {
-        self.configs.read_kas_yaml(&*self.identity.agent(agent)?).await
+    pub(crate) async fn first_reads(&self, agents: &[AgentId], within: Duration) {
+        let mut reads = self.configs.first_reads();
+        let is_awaited = |agent: &AgentId| matches!(self.file(*agent), Err(NotKnown::NotYet));
+        let reading = async {
+            for agent in agents {
+                while is_awaited(agent) {
+                    // The sender lives as long as the configurations.
+                    if reads.changed().await.is_err() {
+                        return;
+                    }
+                }
+            }
+        };
+        // What was not read in time is not known.
+        let _ = tokio::time::timeout(within, reading).await;
+    }
+
+    /// Reads `kas.yaml` of an agent that has no configuration stream here.
+    ///
+    /// # Errors
+    /// [`NotKnown::NotHere`] if it is not on this host, or the agent is not known.
+    ///
+    /// # Cancel safety
+    /// Cancel safe.
+    pub(crate) async fn read_file(&self, agent: AgentId) -> Result<KasState, NotKnown> {
+        let agent = self.identity.agent(agent).ok_or(NotKnown::NotHere)?;
+        self.configs.read_kas_yaml(&agent).await
     }
 
     /// Reads `kas.yaml` of agents that this replica does not hold, if the files are on this host.
@@ -74,15 +105,14 @@ impl HeldAgents {
     pub(super) async fn files_of_others(
         &self,
         is_wanted: impl Fn(&Agent) -> bool,
-    ) -> Vec<(Arc<Agent>, KasState)> {
+    ) -> Vec<(Arc<Agent>, Result<KasState, NotKnown>)> {
         let mut read = Vec::new();
         for agent in self.identity.agents() {
             if self.registry.holds(agent.id) || !is_wanted(&agent) {
                 continue;
             }
-            if let Some(state) = self.configs.read_kas_yaml(&agent).await {
-                read.push((agent, state));
-            }
+            let state = self.configs.read_kas_yaml(&agent).await;
+            read.push((agent, state));
         }
         read
     }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use agent_config::KasState;
+use agent_config::{KasState, NotKnown};
 use cluster::{Query, Replica, Unanswered};
 use futures_util::{StreamExt as _, stream};
 use grpc::encode;
@@ -59,8 +59,18 @@ impl<'a> Wanted<'a> {
         self.project == 0 || self.project == agent.project_id
     }
 
-    /// Returns what `kas.yaml` of an agent says. `None`: nothing that was asked for.
-    fn take(&self, agent: &Agent, state: &KasState) -> Option<AgentEnvironments> {
+    /// Returns what `kas.yaml` of an agent says. `None`: nothing that was asked for. A file that cannot be
+    /// read may say something.
+    fn take(&self, agent: &Agent, state: &Result<KasState, NotKnown>) -> Option<AgentEnvironments> {
+        let unread = match state {
+            Ok(_) => None,
+            Err(why @ NotKnown::Unreadable(_)) => {
+                Some(KasState { flaw: Some(why.to_string()), ..KasState::default() })
+            }
+            // It is read in a moment, or another replica tells it.
+            Err(NotKnown::NotYet | NotKnown::NotHere) => return None,
+        };
+        let state = unread.as_ref().or(state.as_ref().ok())?;
         let good = state.good.as_deref();
         let environments: Vec<String> = good
             .iter()
@@ -283,11 +293,11 @@ mod tests {
         Agent { id: AgentId::new(id).unwrap(), name: format!("a{id}").into(), project_id: 3 }
     }
 
-    fn state(file: &str) -> KasState {
-        match kas_yaml::parse(file.as_bytes()) {
+    fn state(file: &str) -> Result<KasState, NotKnown> {
+        Ok(match kas_yaml::parse(file.as_bytes()) {
             Ok(parsed) => KasState { good: Some(Arc::new(parsed)), flaw: None, warning: None },
             Err(flaw) => KasState { good: None, flaw: Some(flaw), warning: None },
-        }
+        })
     }
 
     #[test]
@@ -313,6 +323,9 @@ mod tests {
         let taken = Wanted::of(&request).unwrap().take(&agent(1), &state("environment: [a]")).unwrap();
         assert!(taken.environments.is_empty());
         assert!(taken.agent.unwrap().flaw.starts_with("environment"));
+        let unread = Wanted::of(&request).unwrap().take(&agent(1), &Err(NotKnown::Unreadable("IO".into())));
+        assert!(unread.unwrap().agent.unwrap().flaw.contains("cannot be read: IO"));
+        assert!(Wanted::of(&request).unwrap().take(&agent(1), &Err(NotKnown::NotYet)).is_none());
     }
 
     #[test]

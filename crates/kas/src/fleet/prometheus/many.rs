@@ -200,8 +200,9 @@ impl Many<'_> {
             if budget.is_exhausted() || room.is_exceeded() {
                 return Err("not asked: a limit of the question is reached".to_owned());
             }
-            let file = member.file.clone().unwrap_or_default();
-            let server = service.server(member.id, &actor, member.run_as.as_ref(), &file).await;
+            // Without it, it is not known what may be asked.
+            let Some(file) = &member.file else { return Err("its kas.yaml is not known".to_owned()) };
+            let server = service.server(member.id, &actor, member.run_as.as_ref(), file).await;
             let answer = match server {
                 Ok(server) => {
                     let cluster = service.cluster(CallSettings {
