@@ -452,13 +452,15 @@ impl Hub {
         files
     }
 
-    /// Returns the only namespaces of an agent, as its `kas.yaml` says. Empty: the whole cluster, or that is
-    /// not known.
-    async fn namespaces_of(&self, agent: AgentId) -> Vec<Arc<str>> {
-        match self.files_of(&[agent]).await.remove(&agent) {
-            Some(Ok(file)) => file.namespaces.iter().map(|name| name.as_str().into()).collect(),
-            Some(Err(_)) | None => Vec::new(),
-        }
+    /// Returns the only namespaces of an agent, as its `kas.yaml` says. Empty: the whole cluster.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` if they are not known.
+    async fn namespaces_of(&self, agent: AgentId) -> Result<Vec<Arc<str>>, Status> {
+        let known = self.files_of(&[agent]).await.remove(&agent);
+        let file = known.unwrap_or_else(|| Err("its kas.yaml is not known".into()));
+        let file = file.map_err(|why| Status::new(Code::Unavailable, why.to_string()))?;
+        Ok(file.namespaces.iter().map(|name| name.as_str().into()).collect())
     }
 
     /// Leaves out agents whose labels are others than those of a selector. One that is connected and whose

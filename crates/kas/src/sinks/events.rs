@@ -2,7 +2,7 @@
 //! server keeps its events for an hour, so whoever becomes the home of the agent finds what the home before
 //! has not told.
 
-use std::{fmt::Write as _, sync::Arc, time::Duration};
+use std::{collections::HashMap, fmt::Write as _, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use grpc::{Code, Status};
@@ -14,13 +14,13 @@ use sinks::{
 };
 use tokio::{
     sync::{Semaphore, watch},
-    task::JoinSet,
+    task::{AbortHandle, JoinSet},
     time::Instant,
 };
 
 use super::board::{Known, Sinks};
 use crate::{
-    agent_files::Files,
+    agent_files::{Files, Unknown},
     views::{AgentKind, Lines, Permit, QUICK, Rest, Source, Watched, refusal},
 };
 
@@ -39,6 +39,8 @@ const LATE: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_secs(30);
 /// How often it is looked whether events may be read now, and whether the namespaces are others.
 const AGAIN: Duration = Duration::from_secs(60);
+/// How often the namespaces are asked for until they are known.
+const AGAIN_UNKNOWN: Duration = Duration::from_secs(5);
 /// The waits after failures: doubled each time, with jitter.
 const BACKOFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// How often a list is begun anew because the API server does not know its continuation any more.
@@ -98,42 +100,68 @@ impl AgentEvents {
         let pace = Arc::new(Mutex::new(Pace::new(RATE)));
         // The namespaces of an agent share its rate: only one of them has a page that waits for it.
         let turn = Arc::new(Semaphore::new(1));
+        // Dropping it ends them.
+        let mut tasks = JoinSet::new();
+        let mut readers: HashMap<Option<String>, AbortHandle> = HashMap::new();
+        let mut is_told = false;
         loop {
-            let namespaces = self.namespaces().await;
-            // Dropping it ends them.
-            let mut readers = JoinSet::new();
-            for namespace in &namespaces {
-                let reader = Reader {
-                    shared: Arc::clone(&self.shared),
-                    agent: self.agent.clone(),
-                    source: Arc::clone(&self.source),
-                    kind: Arc::clone(&self.kind),
-                    changes: self.changes.clone(),
-                    namespace: namespace.clone(),
-                    pace: Arc::clone(&pace),
-                    turn: Arc::clone(&turn),
-                    seen: Seen::default(),
-                };
-                readers.spawn(reader.run());
-            }
-            loop {
-                tokio::time::sleep(AGAIN).await;
-                if self.namespaces().await != namespaces {
-                    break;
+            let namespaces = match self.namespaces().await {
+                Ok(namespaces) => namespaces,
+                // Those that were known last stay. Before any are, nothing is read: it could be too much.
+                Err(why) => {
+                    if readers.is_empty() && !std::mem::replace(&mut is_told, true) {
+                        let agent = self.agent.id.get();
+                        let why = &*why;
+                        tracing::info!(
+                            agent.id = agent,
+                            why,
+                            "the events of an agent are not read for sinks yet"
+                        );
+                    }
+                    tokio::time::sleep(if readers.is_empty() { AGAIN_UNKNOWN } else { AGAIN }).await;
+                    continue;
                 }
+            };
+            readers.retain(|namespace, reader| {
+                let is_wanted = namespaces.contains(namespace);
+                if !is_wanted {
+                    reader.abort();
+                }
+                is_wanted
+            });
+            for namespace in namespaces {
+                readers.entry(namespace).or_insert_with_key(|namespace| {
+                    let reader = Reader {
+                        shared: Arc::clone(&self.shared),
+                        agent: self.agent.clone(),
+                        source: Arc::clone(&self.source),
+                        kind: Arc::clone(&self.kind),
+                        changes: self.changes.clone(),
+                        namespace: namespace.clone(),
+                        pace: Arc::clone(&pace),
+                        turn: Arc::clone(&turn),
+                        seen: Seen::default(),
+                    };
+                    tasks.spawn(reader.run())
+                });
             }
+            tokio::time::sleep(AGAIN).await;
+            // Those that were ended.
+            while tasks.try_join_next().is_some() {}
         }
     }
 
-    /// Returns the only namespaces, as `kas.yaml` says; `[None]`: the whole cluster, or that is not known.
-    async fn namespaces(&self) -> Vec<Option<String>> {
+    /// Returns the only namespaces, as `kas.yaml` says; `[None]`: the whole cluster.
+    ///
+    /// # Errors
+    /// Why they are not known.
+    async fn namespaces(&self) -> Result<Vec<Option<String>>, Unknown> {
         let mut files = self.shared.files.of(&[self.agent.id]).await;
-        match files.remove(&self.agent.id) {
-            Some(Ok(file)) if !file.namespaces.is_empty() => {
-                file.namespaces.iter().take(MOST_NAMESPACES).cloned().map(Some).collect()
-            }
-            _ => vec![None],
-        }
+        let file = files.remove(&self.agent.id).unwrap_or_else(|| Err("its kas.yaml is not known".into()))?;
+        Ok(match file.namespaces.is_empty() {
+            true => vec![None],
+            false => file.namespaces.iter().take(MOST_NAMESPACES).cloned().map(Some).collect(),
+        })
     }
 }
 

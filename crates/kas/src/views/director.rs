@@ -447,7 +447,7 @@ impl Asker {
         // Those of `kas.yaml` are the only ones that the agent can read.
         let mut namespaces = self.question.namespaces.clone();
         if self.is_limited_by_file(resource) {
-            namespaces = self.hub.namespaces_of(agent).await;
+            namespaces = self.hub.namespaces_of(agent).await?;
             // So many watches are more than one of everything, if the agent may have that.
             if namespaces.len() > MOST_NAMESPACES {
                 namespaces.clear();

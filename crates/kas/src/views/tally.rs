@@ -56,10 +56,15 @@ impl Tally {
     pub(crate) async fn new(hub: &Arc<Hub>, agent: AgentId) -> Self {
         let wake = Arc::<Wake>::default();
         let looker = hub.lookers.fetch_add(1, Ordering::Relaxed);
-        let named = hub.namespaces_of(agent).await;
-        let namespaces: Vec<Option<Arc<str>>> = match named.len() {
-            1..=MOST_NAMESPACES => named.into_iter().map(Some).collect(),
-            _ => vec![None],
+        let namespaces: Vec<Option<Arc<str>>> = match hub.namespaces_of(agent).await {
+            Ok(named) if (1..=MOST_NAMESPACES).contains(&named.len()) => {
+                named.into_iter().map(Some).collect()
+            }
+            Ok(_) => vec![None],
+            Err(why) => {
+                let flaw = Some(why.message().to_owned());
+                return Self { looks: Vec::new(), flaw, wake, due: None, phase: hub.phase.clone() };
+            }
         };
         let mut keys = Vec::new();
         let resources =

@@ -293,6 +293,23 @@ async fn only_the_namespaces_of_the_file_are_read_unless_others_are_named() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nothing_is_read_before_the_namespaces_are_known_unless_some_are_named() {
+    let lab = Lab::new(3);
+    lab.worlds[&3].put("shop", "a", "Running", 0);
+    let mut all = lab.ask(|request| request.agents = "id=3".to_owned());
+    let synced = all.synced().await.unwrap();
+    let gaps: Vec<_> = synced.unanswered.iter().map(|gap| (gap.id, &*gap.reason)).collect();
+    assert_eq!(gaps, [(3, "absent: its kas.yaml is not known")]);
+    assert!(all.rows.is_empty());
+    let mut named = lab.ask(|request| {
+        request.agents = "id=3".to_owned();
+        request.namespaces = vec!["shop".to_owned()];
+    });
+    named.synced().await.unwrap();
+    assert_eq!(named.rows.len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn rights_that_are_withdrawn_end_the_subscription() {
     let lab = Lab::new(1);
     lab.world().put("shop", "a", "Running", 0);

@@ -24,8 +24,27 @@ struct NoFiles;
 
 #[async_trait]
 impl Files for NoFiles {
-    async fn of(&self, _: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
-        HashMap::new()
+    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
+        agents.iter().map(|agent| (*agent, Ok(Arc::default()))).collect()
+    }
+}
+
+/// The namespaces of all agents; `None`: not known.
+#[derive(Default)]
+struct Switched(Mutex<Option<Vec<&'static str>>>);
+
+#[async_trait]
+impl Files for Switched {
+    async fn of(&self, agents: &[AgentId]) -> HashMap<AgentId, Result<Arc<AgentFile>, Unknown>> {
+        let namespaces = self.0.lock().clone();
+        let file = || match &namespaces {
+            None => Err("its kas.yaml is not known".into()),
+            Some(namespaces) => Ok(Arc::new(AgentFile {
+                namespaces: namespaces.iter().map(|name| (*name).to_owned()).collect(),
+                ..AgentFile::default()
+            })),
+        };
+        agents.iter().map(|agent| (*agent, file())).collect()
     }
 }
 
@@ -33,6 +52,8 @@ impl Files for NoFiles {
 struct Played {
     events: usize,
     lists: AtomicUsize,
+    /// The paths of the lists.
+    paths: Mutex<Vec<String>>,
     watches: AtomicUsize,
     /// Whether watches end at once, or their version is always too old.
     ends: bool,
@@ -61,8 +82,9 @@ impl Watched for Ended {
 
 #[async_trait]
 impl Source for Arc<Played> {
-    async fn get(&self, _: &str, _: &str) -> Result<Answer, Status> {
+    async fn get(&self, target: &str, _: &str) -> Result<Answer, Status> {
         self.lists.fetch_add(1, Ordering::SeqCst);
+        self.paths.lock().push(target.split('?').next().unwrap().to_owned());
         let event = |n: usize| {
             json!({
                 "metadata": {"namespace": "shop", "name": format!("e{n}"), "uid": format!("u{n}"),
@@ -90,6 +112,7 @@ fn played(events: usize) -> Arc<Played> {
     Arc::new(Played {
         events,
         lists: AtomicUsize::new(0),
+        paths: Mutex::default(),
         watches: AtomicUsize::new(0),
         ends: false,
         forgets: false,
@@ -98,6 +121,10 @@ fn played(events: usize) -> Arc<Played> {
 
 /// Sinks of which one has room for this many items, and the readers share one page.
 fn shared(items: u32) -> Arc<Shared> {
+    shared_of(items, Arc::new(NoFiles))
+}
+
+fn shared_of(items: u32, files: Arc<dyn Files>) -> Arc<Shared> {
     let sink = Sink {
         name: "log".to_owned(),
         agents: "all".parse().unwrap(),
@@ -108,7 +135,7 @@ fn shared(items: u32) -> Arc<Shared> {
     };
     let config = kas_config::Sinks { targets: vec![sink], ..kas_config::Sinks::default() };
     let sinks = Sinks::new(&config, Arc::new(SinkMetrics::new(&mut Registry::default())));
-    Arc::new(Shared { sinks, files: Arc::new(NoFiles), lists: Semaphore::new(1) })
+    Arc::new(Shared { sinks, files, lists: Semaphore::new(1) })
 }
 
 /// Reads the events of an agent until the test ends.
@@ -181,4 +208,25 @@ async fn an_agent_whose_watches_end_at_once_is_asked_less_and_less_often() {
         assert!((8..=40).contains(&lists), "{lists} lists in 300 s");
         assert_eq!(waiting(&shared), 1);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn namespaces_that_are_not_known_are_waited_for_and_the_last_known_stay() {
+    let files = Arc::new(Switched::default());
+    let (shared, source) = (shared_of(10_000, Arc::clone(&files) as _), played(0));
+    read(&shared, 1, &source);
+    let lists = async |namespaces: Option<Vec<&'static str>>| {
+        *files.0.lock() = namespaces;
+        sleep(2 * AGAIN).await;
+        source.paths.lock().clone()
+    };
+    assert!(lists(None).await.is_empty(), "it could be too much");
+    let shop = "/api/v1/namespaces/shop/events";
+    assert_eq!(lists(Some(vec!["shop"])).await, [shop]);
+    // The agent is away for longer than its file is kept, and comes back.
+    assert_eq!(lists(None).await, [shop]);
+    assert_eq!(lists(Some(vec!["shop"])).await, [shop]);
+    // What is read already is not read again.
+    assert_eq!(lists(Some(vec!["bank", "shop"])).await, [shop, "/api/v1/namespaces/bank/events"]);
+    assert_eq!(lists(Some(Vec::new())).await.last().unwrap(), "/api/v1/events");
 }
