@@ -31,6 +31,13 @@ impl Unanswered {
             reason: plain(reason, LONGEST_REASON),
         }
     }
+
+    /// Returns the name of the agent as it is. `None`: it is not known, or something of it may have been
+    /// replaced or cut.
+    pub fn whole_name(&self) -> Option<&str> {
+        let may_differ = self.name.contains(' ') || self.name.chars().count() >= LONGEST_NAME;
+        Some(&*self.name).filter(|name| !name.is_empty() && !may_differ)
+    }
 }
 
 /// `agent 7 (berlin): no answer in 10 s`.
@@ -63,5 +70,9 @@ mod tests {
         assert_eq!(nameless.reason.len(), LONGEST_REASON);
         assert!(nameless.to_string().starts_with("agent 7: xxx"));
         assert!(!serde_json::to_string(&nameless).unwrap().contains("name"));
+        assert_eq!((gap.whole_name(), nameless.whole_name()), (Some("berlin"), None));
+        for replaced in ["ber\nlin".to_owned(), "x".repeat(200)] {
+            assert_eq!(Unanswered::new(agent, Some(&replaced), "").whole_name(), None);
+        }
     }
 }

@@ -364,6 +364,17 @@ async fn gaps(mut setup: Setup) -> Result<()> {
         Ok(if status == 200 && is_named && is_three { Ok(()) } else { Err(answer) })
     })
     .await?;
+    // Of which nothing is selected, it is not missing, nor asked.
+    for (path, form) in [
+        ("query", vec![("query", "sum(up{agent=~\"1|3\"}) / count(load{agent_name=\"agent-3\"})"), AT]),
+        ("series", vec![("match[]", "up{agent!=\"4\"}")]),
+        ("label/agent/values", vec![("match[]", "{agent_name=\"agent-1\"}")]),
+        ("label/pod/values", vec![("match[]", "load{agent=\"2\"}")]),
+    ] {
+        let (status, answer) = setup.many("all", path, &form).await?;
+        let count = answer["data"].as_array().or(answer["data"]["result"].as_array()).map_or(0, Vec::len);
+        ensure!(status == 200 && answer["warnings"].is_null() && count > 0, "{path}: {answer}");
+    }
     let path = "/fleet/prometheus/select/all/api/v1/query";
     let form = [("query", "up"), AT];
     let header = Some(("kas-fleet-require", "all"));

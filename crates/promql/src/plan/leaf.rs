@@ -77,12 +77,23 @@ impl Leaf {
         each_selector(&mut expr, &mut change)?;
         write(expr).map(Some)
     }
+
+    /// Whether [`text_for`](Self::text_for) may be more than `None`. `name`: `None` if it is not known.
+    pub fn may_select(&self, id: &str, name: Option<&str>) -> bool {
+        self.agents.is_empty() || self.agents.iter().any(|matchers| may_match(matchers, id, name))
+    }
 }
 
 fn all_match(matchers: &[Matcher], agent: &AgentLabels) -> bool {
-    matchers
-        .iter()
-        .all(|matcher| matcher.is_match(if matcher.name == AGENT { &agent.id } else { &agent.name }))
+    may_match(matchers, &agent.id, Some(&agent.name))
+}
+
+/// `name`: `None` if it is not known, so that any matcher of it may match.
+fn may_match(matchers: &[Matcher], id: &str, name: Option<&str>) -> bool {
+    matchers.iter().all(|matcher| match matcher.name == AGENT {
+        true => matcher.is_match(id),
+        false => name.is_none_or(|name| matcher.is_match(name)),
+    })
 }
 
 /// A selector of series in `match[]`.
@@ -114,5 +125,10 @@ impl Selection {
     /// Returns the selector for the server of an agent; `None`: it selects nothing of it.
     pub fn text_for(&self, agent: &AgentLabels) -> Option<&str> {
         all_match(&self.agents, agent).then_some(&*self.text)
+    }
+
+    /// Whether [`text_for`](Self::text_for) may be more than `None`. `name`: `None` if it is not known.
+    pub fn may_select(&self, id: &str, name: Option<&str>) -> bool {
+        may_match(&self.agents, id, name)
     }
 }

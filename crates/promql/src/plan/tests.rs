@@ -187,3 +187,26 @@ fn the_number_of_questions_is_bounded() {
         assert!(refused.kind == Kind::Unsupported && refused.text.contains("more than 16"), "{refused}");
     }
 }
+
+#[test]
+fn agents_that_no_selector_selects_are_known() {
+    for (expression, seven, berlin, nameless) in [
+        ("up", true, true, true),
+        (r#"up{agent="7"}"#, true, false, false),
+        (r#"up{agent_name=~"ber.*"}"#, false, true, true),
+        (r#"sum(up{agent="7"}) / sum(load{agent_name="berlin"})"#, true, true, true),
+        (r#"sum(up{agent="7",agent_name!="none"})"#, true, false, false),
+    ] {
+        let plan = Plan::parse(expression).unwrap();
+        let may = |id, name| plan.leaves().iter().any(|leaf| leaf.may_select(id, name));
+        let found = (may("7", Some("none-7")), may("8", Some("berlin")), may("8", None));
+        assert_eq!(found, (seven, berlin, nameless), "{expression}");
+        for (id, name) in [("7", "none-7"), ("8", "berlin")] {
+            let agent = AgentLabels { id: id.to_owned(), name: name.to_owned() };
+            let is_asked = plan.leaves().iter().any(|leaf| leaf.text_for(&agent).unwrap().is_some());
+            assert_eq!(may(id, Some(name)), is_asked, "{expression}");
+        }
+    }
+    let selection = Selection::parse(r#"up{agent="7"}"#).unwrap();
+    assert!(selection.may_select("7", None) && !selection.may_select("8", None));
+}

@@ -73,6 +73,8 @@ struct Many<'a> {
     room: Arc<Room>,
     members: Vec<Member>,
     unanswered: Vec<Unanswered>,
+    /// Agents of which the question selects nothing: their part is known to be empty.
+    excluded: usize,
     /// A gap makes the answer an error.
     needs_all: bool,
 }
@@ -150,6 +152,7 @@ impl FleetService {
             room: Room::new(settings.series),
             members: selected.members,
             unanswered: selected.unanswered,
+            excluded: 0,
             needs_all,
         };
         if matches!(path, "metadata" | "rules" | "alerts")
@@ -188,12 +191,23 @@ fn not_narrowed(members: &[Member]) -> Option<Reply> {
 }
 
 impl Many<'_> {
+    /// Leaves out the agents of which the question selects nothing, by their ids and names: they are neither
+    /// asked nor missing.
+    fn of_selected(mut self, may_select: impl Fn(&str, Option<&str>) -> bool) -> Self {
+        let before = self.members.len();
+        self.members.retain(|member| may_select(&member.id.to_string(), Some(&*member.name)));
+        self.excluded += before - self.members.len();
+        self.unanswered.retain(|missing| may_select(&missing.agent.to_string(), missing.whole_name()));
+        self
+    }
+
     /// Asks each member. What is not answered becomes a gap.
     async fn each<T, F>(self, ask: impl Fn(Asker, Member) -> F) -> Parts<T>
     where
         F: Future<Output = Result<T, Gap>>,
     {
-        let Self { service, settings, actor, budget, room, members, mut unanswered, needs_all } = self;
+        let Self { service, settings, actor, budget, room, members, mut unanswered, excluded, needs_all } =
+            self;
         let refusals = parking_lot::Mutex::new(BTreeSet::new());
         let times = Times { each: settings.timeout, all: settings.timeout * 3 };
         let one = async |member: Member| {
@@ -227,7 +241,7 @@ impl Many<'_> {
         service.metrics.agents(parts.len(), gaps.len() + unanswered.len());
         unanswered.extend(gaps);
         unanswered.sort_by_key(|missing| missing.agent);
-        let answered = parts.len();
+        let answered = parts.len() + excluded;
         let refusals = refusals.into_inner();
         Parts { parts, gaps: Gaps { unanswered, answered, needs_all, refusals, budget, room } }
     }

@@ -49,7 +49,9 @@ impl Many<'_> {
         }
         let (room, most) = (Arc::clone(&self.room), self.settings.query);
         let asked = Asked { plan: &plan, form: &form, times, room: &room };
-        let parts = self.each(|asker, member| asked.leaves(asker, member)).await;
+        let leaves = plan.leaves();
+        let selected = self.of_selected(|id, name| leaves.iter().any(|leaf| leaf.may_select(id, name)));
+        let parts = selected.each(|asker, member| asked.leaves(asker, member)).await;
         if let Err(reply) = parts.gaps.check() {
             return reply;
         }

@@ -26,6 +26,13 @@ const PASSED: [&str; 5] = ["start", "end", "limit", "metric", "limit_per_metric"
 type Listed = Option<(StatusCode, Bytes)>;
 
 impl Many<'_> {
+    /// As [`of_selected`](Self::of_selected). Without selections, everything is selected.
+    fn of_selections(self, selections: &[Selection]) -> Self {
+        self.of_selected(|id, name| {
+            selections.is_empty() || selections.iter().any(|selection| selection.may_select(id, name))
+        })
+    }
+
     /// Answers `series`.
     pub(super) async fn series(self, form: Form) -> Reply {
         self.try_series(form).await.unwrap_or_else(|reply| reply)
@@ -39,6 +46,7 @@ impl Many<'_> {
         let all = lists::Series::new(&self.room);
         let (selections, form) = (&selections, &form);
         let parts = self
+            .of_selections(selections)
             .each(|asker, member| async move {
                 asker.list("series", form, Some(selections), &labels(&member)).await
             })
@@ -78,42 +86,37 @@ impl Many<'_> {
     /// whether they have such series.
     async fn own_values(self, label: &str, form: &Form) -> Result<Reply, Reply> {
         let (selections, limit) = (selections(form)?, limit(form, "limit")?);
+        let selected = self.of_selections(&selections);
         let parts = if selections.iter().all(Selection::is_of_agents) {
             let gaps = Gaps {
-                unanswered: self.unanswered,
-                answered: self.members.len(),
-                needs_all: self.needs_all,
+                unanswered: selected.unanswered,
+                answered: selected.members.len() + selected.excluded,
+                needs_all: selected.needs_all,
                 refusals: BTreeSet::new(),
-                budget: self.budget,
-                room: self.room,
+                budget: selected.budget,
+                room: selected.room,
             };
-            let is_selected = |member: &Member| {
-                let agent = labels(member);
-                selections.is_empty() || selections.iter().any(|it| it.text_for(&agent).is_some())
-            };
-            let parts = self.members.into_iter().map(|member| {
-                let is_selected = is_selected(&member);
-                (member, is_selected)
-            });
+            let parts = selected.members.into_iter().map(|member| (member, true));
             Parts { parts: parts.collect(), gaps }
         } else {
             let mut one = form.clone();
             one.set("limit", "1".to_owned());
             let (selections, one) = (&selections, &one);
-            self.each(|asker, member| async move {
-                let agent = labels(&member);
-                let is_whole = |it: &Selection| it.is_of_agents() && it.text_for(&agent).is_some();
-                if selections.iter().any(is_whole) {
-                    return Ok(true);
-                }
-                match asker.list("labels", one, Some(selections), &agent).await? {
-                    None => Ok(false),
-                    Some((status, body)) => {
-                        lists::has_texts(&body).map_err(|error| Gap::of_answer(status, error))
+            selected
+                .each(|asker, member| async move {
+                    let agent = labels(&member);
+                    let is_whole = |it: &Selection| it.is_of_agents() && it.text_for(&agent).is_some();
+                    if selections.iter().any(is_whole) {
+                        return Ok(true);
                     }
-                }
-            })
-            .await
+                    match asker.list("labels", one, Some(selections), &agent).await? {
+                        None => Ok(false),
+                        Some((status, body)) => {
+                            lists::has_texts(&body).map_err(|error| Gap::of_answer(status, error))
+                        }
+                    }
+                })
+                .await
         };
         parts.gaps.check()?;
         let agents =
@@ -130,6 +133,7 @@ impl Many<'_> {
         let all = lists::Texts::new(&self.room);
         let (selections, form, path) = (&selections, &form, &path);
         let parts = self
+            .of_selections(selections)
             .each(|asker, member| async move {
                 let selected = Some(selections.as_slice()).filter(|selections| !selections.is_empty());
                 asker.list(path, form, selected, &labels(&member)).await
