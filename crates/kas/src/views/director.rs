@@ -43,6 +43,9 @@ const SILENT: Duration = Duration::from_secs(300);
 pub(super) const STALE: Duration = Duration::from_secs(60 + 300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);
+/// After so long, an agent that the selector does not mean any more, or that nobody knows any more, is let go
+/// of. Until then, it may come back.
+const GONE: Duration = Duration::from_secs(600);
 /// After agents came or went, they are looked for once more: which ones a caller reaches may be known only a
 /// second later.
 const LATE: Duration = Duration::from_secs(2);
@@ -51,6 +54,8 @@ const LATE: Duration = Duration::from_secs(2);
 pub(super) enum Note {
     /// The rows of a feed belong to it.
     Attach { agent: AgentId, name: String, number: usize, look: Look },
+    /// There is no such agent any more: its feeds are let go of.
+    Gone(AgentId),
     /// Nothing of an agent can be attached.
     Agent { agent: AgentId, name: String, state: AgentState, reason: String },
     /// All agents that are known have been told of.
@@ -83,6 +88,8 @@ struct Attached {
     asked: Instant,
     /// When it is asked for again.
     next: Instant,
+    /// Since when there is no such agent.
+    gone: Option<Instant>,
 }
 
 /// A resource, in a namespace or everywhere.
@@ -219,8 +226,12 @@ impl Director {
         let asker = Arc::clone(&self.asker);
         let selector = &asker.question.agents;
         let (selected, unanswered) = asker.hub.selected(selector).await?;
+        let there: HashSet<AgentId> = selected.iter().map(|agent| agent.id).collect();
         let new = selected.into_iter().filter(|agent| !self.attached.contains_key(&agent.id)).collect();
         let reached = asker.rights.reach(asker.hub.labelled(selector, new).await).await?;
+        if unanswered.is_empty() {
+            self.let_go(&there, MOST_AGENTS.saturating_sub(reached.len())).await;
+        }
         let count = self.attached.len() + reached.len();
         if count > MOST_AGENTS {
             let text = format!("the selector means {count} agents, and at most {MOST_AGENTS} are allowed");
@@ -282,6 +293,24 @@ impl Director {
             self.cannot(agent, name, state, reason).await;
         }
         Ok(unanswered)
+    }
+
+    /// Lets go of agents that are not there any more: all for which there is no room, and those that are gone
+    /// for long.
+    async fn let_go(&mut self, there: &HashSet<AgentId>, room: usize) {
+        let now = Instant::now();
+        for (agent, attached) in &mut self.attached {
+            attached.gone = (!there.contains(agent)).then(|| attached.gone.unwrap_or(now));
+        }
+        let mut gone: Vec<(Instant, AgentId)> =
+            self.attached.iter().filter_map(|(agent, attached)| Some((attached.gone?, *agent))).collect();
+        gone.sort_unstable();
+        for (since, agent) in gone {
+            if now - since >= GONE || self.attached.len() > room {
+                self.attached.remove(&agent);
+                self.tell(Note::Gone(agent)).await;
+            }
+        }
     }
 
     /// Returns the agents that the selector names by their ids, and that the caller does not reach. Whether
@@ -346,7 +375,7 @@ impl Director {
             }
         };
         self.told.remove(&agent.id);
-        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN });
+        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN, gone: None });
         for (number, look) in looks {
             self.tell(Note::Attach { agent: agent.id, name: agent.name.clone(), number, look }).await;
         }

@@ -67,6 +67,8 @@ struct Seen {
     columns: Columns,
     /// Where the cells of each column of the answer are.
     places: Vec<Option<Source>>,
+    /// There is no such agent any more: its rows go.
+    is_gone: bool,
 }
 
 /// What the caller knows of an agent.
@@ -283,6 +285,17 @@ impl Subscription {
                 self.agent(agent, name).note = Some((state, reason));
                 self.tell_agent(agent);
             }
+            Note::Gone(agent) => {
+                let Some(known) = self.agents.get_mut(&agent) else { return Ok(()) };
+                known.note = Some((AgentState::Absent, "there is no such agent any more".to_owned()));
+                for number in &known.feeds {
+                    if let Some(seen) = self.feeds.get_mut(number) {
+                        seen.is_gone = true;
+                        self.wake.changed(*number);
+                    }
+                }
+                self.tell_agent(agent);
+            }
             Note::Attach { agent, name, number, look } => {
                 let seen = Seen {
                     agent,
@@ -294,6 +307,7 @@ impl Subscription {
                     since: Instant::now(),
                     columns: Columns::default(),
                     places: Vec::new(),
+                    is_gone: false,
                 };
                 self.feeds.insert(number, seen);
                 let known = self.agent(agent, name);
@@ -351,6 +365,7 @@ impl Subscription {
     fn collect(&mut self) -> Result<(), Status> {
         // Before the feeds are looked at: what changes meanwhile is found the next time.
         let told = self.hub.told();
+        self.forget();
         let marked = self.wake.take();
         let is_late = self.begun.elapsed() >= PATIENCE;
         let mut agents = BTreeSet::new();
@@ -374,6 +389,9 @@ impl Subscription {
                 if self.is_query && (seen.version.is_some() || seen.state == AgentState::Listing && !is_late)
                 {
                     return Ok(Vec::new());
+                }
+                if seen.is_gone {
+                    return Ok(seen.sent.iter().cloned().collect());
                 }
                 let all = || inner.store.keys().cloned().collect::<Vec<_>>();
                 let filter = self.question.filter.bind(inner.store.columns(), &self.question.view.aliases);
@@ -426,6 +444,21 @@ impl Subscription {
             self.tell_agent(agent);
         }
         Ok(())
+    }
+
+    /// Forgets agents that are gone, and of which the caller has no rows any more.
+    fn forget(&mut self) {
+        let gone = self.feeds.iter().filter(|(_, seen)| seen.is_gone && seen.sent.is_empty());
+        let gone: Vec<(usize, AgentId)> = gone.map(|(number, seen)| (*number, seen.agent)).collect();
+        for (number, agent) in gone {
+            self.feeds.remove(&number);
+            let Some(known) = self.agents.get_mut(&agent) else { continue };
+            known.feeds.retain(|of| *of != number);
+            // It may have come back.
+            if known.feeds.is_empty() {
+                self.agents.remove(&agent);
+            }
+        }
     }
 
     /// Counts the memory of what is kept about rows. Returns whether it fits.
@@ -485,7 +518,7 @@ impl Subscription {
             {
                 let Some((_, key)) = self.changed.pop_front() else { break };
                 looked_at += 1;
-                let row = inner.store.row(&key);
+                let row = inner.store.row(&key).filter(|_| !seen.is_gone);
                 let shown = row.filter(|row| shows(&self.question, &filter, &feed.name, row));
                 match shown {
                     None if seen.sent.remove(&key) => {

@@ -271,6 +271,40 @@ async fn labels_choose_agents_and_those_whose_labels_are_not_known_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn rows_of_an_agent_that_is_gone_for_long_go() {
+    let lab = Lab::new(2);
+    for world in lab.worlds.values() {
+        world.put("shop", "a", "Running", 0);
+    }
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    assert_eq!(client.rows.len(), 2);
+    // One that is only away may come back.
+    lab.disconnect(1);
+    lab.forget(2);
+    let from = Instant::now();
+    client.until("the rows go", |client| client.rows.len() == 1).await;
+    assert!(from.elapsed() >= Duration::from_secs(500), "{:?}", from.elapsed());
+    assert!(client.rows.keys().all(|key| key.0 == 1));
+    let gone = &client.agents[&2];
+    assert_eq!((&*gone.state, &*gone.reason), ("absent", "there is no such agent any more"));
+    lab.connect(2);
+    client.until("it is back", |client| client.rows.len() == 2 && client.agents[&2].state == "live").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agents_that_are_gone_do_not_count_among_those_of_a_view() {
+    let lab = Lab::new(2_001);
+    lab.worlds[&2_001].put("shop", "late", "Running", 0);
+    lab.forget(2_001);
+    let mut client = lab.ask(|_| {});
+    client.synced().await.unwrap();
+    lab.forget(1);
+    lab.connect(2_001);
+    client.until("the other one is there", |client| client.rows.len() == 1).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn only_the_namespaces_of_the_file_are_read_unless_others_are_named() {
     let lab = Lab::new(4);
     lab.worlds[&4].put("shop", "a", "Running", 0);

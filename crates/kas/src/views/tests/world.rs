@@ -395,7 +395,7 @@ impl Files for Labels {
     }
 }
 
-struct Known(Vec<Arc<Agent>>, watch::Sender<u64>);
+struct Known(Mutex<BTreeMap<i64, Arc<Agent>>>, watch::Sender<u64>);
 
 #[async_trait]
 impl Identity for Known {
@@ -412,11 +412,11 @@ impl Identity for Known {
     }
 
     fn agent(&self, agent: AgentId) -> Option<Arc<Agent>> {
-        self.0.iter().find(|known| known.id == agent).cloned()
+        self.0.lock().get(&agent.get()).cloned()
     }
 
     fn agents(&self) -> Vec<Arc<Agent>> {
-        self.0.clone()
+        self.0.lock().values().cloned().collect()
     }
 }
 
@@ -467,6 +467,7 @@ pub(super) struct Lab {
     pub(super) lifecycle: Lifecycle,
     tracker: InMemoryTracker,
     leases: Mutex<BTreeMap<i64, Lease>>,
+    known: Arc<Known>,
 }
 
 impl Lab {
@@ -479,23 +480,20 @@ impl Lab {
         let worlds: BTreeMap<i64, Arc<World>> = (1..=agents).map(|number| (number, World::new())).collect();
         let replica = Replica { id: ReplicaId::new("me"), address: "127.0.0.1:1".into() };
         let tracker = InMemoryTracker::new(replica.clone());
-        let known = worlds.keys().map(|number| {
-            let name = format!("agent-{number}").into();
-            Arc::new(Agent { id: agent(*number), name, project_id: 1 })
-        });
+        let known = Arc::new(Known(Mutex::default(), watch::Sender::new(0)));
         let lifecycle = Lifecycle::default();
         let hub = Hub::new(HubParts {
             settings: HubSettings { memory, linger: Duration::from_secs(300) },
             definitions: Definitions::default(),
             sources: Arc::new(Worlds(worlds.clone())),
             tracker: Arc::new(tracker.clone()),
-            identity: Arc::new(Known(known.collect(), watch::Sender::new(0))),
+            identity: Arc::clone(&known) as _,
             files: Arc::new(Labels),
             me: replica.id,
             metrics: Arc::new(ViewMetrics::new(&mut Registry::default())),
             phase: lifecycle.watch(),
         });
-        let lab = Self { hub, worlds, lifecycle, tracker, leases: Mutex::default() };
+        let lab = Self { hub, worlds, lifecycle, tracker, leases: Mutex::default(), known };
         for number in 1..=agents {
             lab.connect(number);
         }
@@ -503,6 +501,8 @@ impl Lab {
     }
 
     pub(super) fn connect(&self, number: i64) {
+        let of = Agent { id: agent(number), name: format!("agent-{number}").into(), project_id: 1 };
+        self.known.0.lock().insert(number, Arc::new(of));
         let lease = self.tracker.connection(Connection {
             agent: agent(number),
             name: format!("agent-{number}").into(),
@@ -512,6 +512,12 @@ impl Lab {
             connected_at: Duration::ZERO,
         });
         self.leases.lock().insert(number, lease);
+    }
+
+    /// There is no such agent any more.
+    pub(super) fn forget(&self, number: i64) {
+        self.known.0.lock().remove(&number);
+        self.disconnect(number);
     }
 
     pub(super) fn disconnect(&self, number: i64) {
