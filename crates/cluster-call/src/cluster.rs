@@ -120,12 +120,23 @@ impl Cluster {
     /// # Cancel safety
     /// As of [`send`].
     pub async fn send(&self, request: Request) -> Result<Response, Status> {
+        self.send_within(request, self.budget.as_deref()).await
+    }
+
+    /// As [`send`](Self::send). `budget` counts the response instead of that of all requests.
+    ///
+    /// # Errors
+    /// As of [`send`](fn@crate::send).
+    ///
+    /// # Cancel safety
+    /// As of [`send`](fn@crate::send).
+    pub async fn send_within(&self, request: Request, budget: Option<&Budget>) -> Result<Response, Status> {
         // The semaphore is never closed.
         let _permit = self.permits.acquire().await;
         let begun = self.begin("short", &request);
         let mut ending = Ending { record: begun.record.clone(), end: None };
         let request = begun.named(request, &self.settings);
-        let call = begun.call(&self.settings, self.budget.as_deref());
+        let call = begun.call(&self.settings, budget);
         let answer = match self.for_status {
             true => send_for_status(&self.router, request, call).await,
             false => send(&self.router, request, call).await,

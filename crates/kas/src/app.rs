@@ -67,7 +67,7 @@ use crate::{
     replicas::{Mesh, metrics::ReplicaMetrics},
     sinks::SinkMetrics,
     sync,
-    views::{self, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
+    views::{self, Buffers, Hub, HubParts, HubSettings, Tunnels, ViewMetrics},
 };
 use kas_config::{self, Attempts, Config};
 use observe::Observer;
@@ -399,19 +399,20 @@ impl Kas {
                 .map_err(|(index, why)| StartError::Components { index, why })?,
             metrics: Arc::clone(&fleet_metrics),
         });
+        let memory = usize::try_from(config.views.memory).unwrap_or(usize::MAX);
+        let buffers = Buffers::new(memory, &view_metrics);
         let hub = Hub::new(HubParts {
-            settings: HubSettings {
-                memory: usize::try_from(config.views.memory).unwrap_or(usize::MAX),
-                linger: config.views.linger,
-            },
+            settings: HubSettings { memory, linger: config.views.linger },
             definitions: views::definitions(&config.views.files)
                 .map_err(|(index, why)| StartError::Views { index, why })?,
             sources: Arc::new(Tunnels {
                 task: "views",
                 router: Arc::clone(&router),
                 observer: Arc::clone(&observer),
+                buffers: Arc::clone(&buffers),
                 me: replica.id.clone(),
             }),
+            buffers: Arc::clone(&buffers),
             tracker: Arc::clone(&tracker),
             identity: Arc::clone(&identity),
             files: Arc::clone(&files) as _,
@@ -429,6 +430,7 @@ impl Kas {
                         task: "sinks",
                         router: Arc::clone(&router),
                         observer: Arc::clone(&observer),
+                        buffers: Arc::clone(&buffers),
                         me: replica.id.clone(),
                     }),
                     hub: Arc::clone(&hub),

@@ -7,6 +7,7 @@
 //! caller last looked is found when it takes the next message, so a slow caller gets the newest state, and
 //! nothing is queued for it.
 
+mod buffers;
 mod caller;
 mod director;
 mod feed;
@@ -57,15 +58,8 @@ use views::{Definitions, Versions};
 pub use self::metrics::ViewMetrics;
 #[cfg(test)]
 pub(crate) use self::source::Answer;
-use self::{
-    feed::{Feed, FeedKey, Look, What},
-    reader::Reader,
-    reviews::Reviews,
-    subscription::left,
-    summary::Pace,
-    wake::Wake,
-};
 pub(crate) use self::{
+    buffers::Buffers,
     http::HttpViews,
     kind::{AgentKind, Permit},
     lines::Lines,
@@ -75,6 +69,14 @@ pub(crate) use self::{
     source::{Source, Sources, Tunnel, Tunnels, Watched, refusal},
     subscription::Subscription,
     tally::{Counts, Tally},
+};
+use self::{
+    feed::{Feed, FeedKey, Look, What},
+    reader::Reader,
+    reviews::Reviews,
+    subscription::left,
+    summary::Pace,
+    wake::Wake,
 };
 use crate::{
     agent_files::{AgentFile, Files, Unknown},
@@ -133,6 +135,7 @@ pub(crate) struct HubParts {
     pub(crate) settings: HubSettings,
     pub(crate) definitions: Definitions,
     pub(crate) sources: Arc<dyn Sources>,
+    pub(crate) buffers: Arc<Buffers>,
     pub(crate) tracker: Arc<dyn Tracker>,
     pub(crate) identity: Arc<dyn Identity>,
     /// Know the labels of agents, and the only namespaces that they may read.
@@ -148,6 +151,8 @@ pub struct Hub {
     settings: HubSettings,
     definitions: Definitions,
     sources: Arc<dyn Sources>,
+    /// What answers take until they are rows. It counts in the memory of views.
+    buffers: Arc<Buffers>,
     tracker: Arc<dyn Tracker>,
     identity: Arc<dyn Identity>,
     files: Arc<dyn Files>,
@@ -215,12 +220,24 @@ pub(crate) struct Selected {
 impl Hub {
     /// Nothing is read yet.
     pub(crate) fn new(parts: HubParts) -> Arc<Self> {
-        let HubParts { settings, definitions, sources, tracker, identity, files, me, metrics, phase } = parts;
+        let HubParts {
+            settings,
+            definitions,
+            sources,
+            buffers,
+            tracker,
+            identity,
+            files,
+            me,
+            metrics,
+            phase,
+        } = parts;
         let reviews = Reviews::new(Arc::clone(&metrics));
         Arc::new(Self {
             settings,
             definitions,
             sources,
+            buffers,
             tracker,
             identity,
             files,
@@ -354,8 +371,16 @@ impl Hub {
         let before = std::mem::replace(counted, bytes);
         self.bytes.fetch_add(bytes, Ordering::SeqCst);
         let all = self.bytes.fetch_sub(before, Ordering::SeqCst).saturating_sub(before);
-        self.metrics.bytes.set(i64::try_from(all).unwrap_or(i64::MAX));
-        all <= self.settings.memory
+        let signed = |bytes: usize| i64::try_from(bytes).unwrap_or(i64::MAX);
+        self.metrics.bytes.inc_by(signed(bytes) - signed(before));
+        self.fits(all)
+    }
+
+    /// Whether so many bytes fit, beside what answers take. However much that is, rows have most of the
+    /// memory.
+    fn fits(&self, bytes: usize) -> bool {
+        let memory = self.settings.memory;
+        bytes.saturating_add(self.buffers.used().min(memory / buffers::PART)) <= memory
     }
 
     /// Whether so many bytes more fit, if feeds are removed that nobody looks at, the oldest first.
@@ -365,7 +390,7 @@ impl Hub {
 
     /// As [`has_room`](Self::has_room).
     fn make_room(&self, feeds: &mut Feeds, keep: Option<&Feed>, more: usize) -> bool {
-        let fits = || self.bytes.load(Ordering::SeqCst).saturating_add(more) <= self.settings.memory;
+        let fits = || self.fits(self.bytes.load(Ordering::SeqCst).saturating_add(more));
         if fits() {
             return true;
         }
@@ -399,7 +424,8 @@ impl Hub {
 
     /// Returns what is known of the agentk of an agent.
     pub(crate) fn kind_of(&self, agent: AgentId) -> Arc<AgentKind> {
-        Arc::clone(self.kinds.lock().entry(agent).or_default())
+        let new = || Arc::new(AgentKind::new(self.buffers.of(agent)));
+        Arc::clone(self.kinds.lock().entry(agent).or_insert_with(new))
     }
 
     /// Begins a subscription of a caller.

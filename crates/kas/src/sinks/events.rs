@@ -51,6 +51,10 @@ const RATE: u32 = 100;
 const MOST_NAMESPACES: usize = 32;
 /// How long the events of a page may wait until sinks have room for them. Others need the memory.
 const TOLD: Duration = Duration::from_secs(30);
+/// The text of the pages whose events wait until sinks have room for them, in KiB. In memory, the events may
+/// take 40 times as much.
+const WAITING: usize = 8 << 10;
+static ROOM: Semaphore = Semaphore::const_new(WAITING);
 /// The longest error of an API server that is logged, in characters.
 const LONGEST_WHY: usize = 200;
 
@@ -247,7 +251,14 @@ impl Reader {
                     410 => continue 'list,
                     status => return Err(refused(status, &answer.body)),
                 }
-                let Page { events, version, next: more } = page(answer.body).await?;
+                // The semaphore is never closed. A page takes it until all of it was told.
+                let kib = answer.body.len().div_ceil(1 << 10).min(WAITING);
+                let kib = u32::try_from(kib).unwrap_or(u32::MAX);
+                let _room = ROOM.acquire_many(kib).await;
+                let parsing = self.kind.buffers.parsing(answer.body.len()).await;
+                let Page { events, version, next: more } = page(answer.body.clone()).await?;
+                drop(parsing);
+                drop(answer);
                 let until = Instant::now() + TOLD;
                 for event in events {
                     let room = shared.sinks.room(Kind::Events, &self.agent);
@@ -340,7 +351,8 @@ impl Reader {
         seconds: u64,
         version: &mut String,
     ) -> Result<(), Broken> {
-        let mut lines = Lines::default();
+        let kind = Arc::clone(&self.kind);
+        let mut lines = Lines::new(kind.buffers.budget());
         loop {
             let end = Duration::from_secs(seconds) + LATE;
             let late = |_| Broken::Failed("the API server has not ended a watch in time".to_owned());
@@ -348,7 +360,10 @@ impl Reader {
             let Some(data) = data else { return Ok(()) };
             lines.push(&data);
             while let Some(line) = lines.next() {
-                match kubernetes::line(&line).map_err(|error| Broken::Failed(error.to_string()))? {
+                let parsing = kind.buffers.parsing(line.len()).await;
+                let parsed = kubernetes::line(&line).map_err(|error| Broken::Failed(error.to_string()))?;
+                drop(parsing);
+                match parsed {
                     Line::Event(event, at) => {
                         self.shared.sinks.room(Kind::Events, &self.agent).await;
                         self.tell(event).await;
@@ -364,6 +379,7 @@ impl Reader {
             if lines.rest() > LONGEST_EVENT {
                 return Err(Broken::Failed(format!("an event has more than {LONGEST_EVENT} bytes")));
             }
+            lines.keep()?;
         }
     }
 }

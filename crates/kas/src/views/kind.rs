@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
+use super::buffers::AgentBuffers;
+
 /// Watches of an agentk that cannot cancel them.
 const WATCHES: usize = 4;
 
@@ -17,6 +19,8 @@ pub(crate) struct AgentKind {
     cancels: watch::Sender<Option<bool>>,
     watches: Arc<Semaphore>,
     pub(super) lists: Semaphore,
+    /// Counts what its answers take.
+    pub(crate) buffers: AgentBuffers,
 }
 
 /// Whether a watch may be opened.
@@ -30,14 +34,19 @@ pub(crate) enum Permit {
     None,
 }
 
+#[cfg(test)]
 impl Default for AgentKind {
     fn default() -> Self {
-        let watches = Arc::new(Semaphore::new(WATCHES));
-        Self { cancels: watch::Sender::new(None), watches, lists: Semaphore::new(LISTS) }
+        Self::new(AgentBuffers::default())
     }
 }
 
 impl AgentKind {
+    pub(super) fn new(buffers: AgentBuffers) -> Self {
+        let watches = Arc::new(Semaphore::new(WATCHES));
+        Self { cancels: watch::Sender::new(None), watches, lists: Semaphore::new(LISTS), buffers }
+    }
+
     /// Returns whether a watch may be opened. Until it is known whether the agentk can cancel requests, it
     /// waits for a permit.
     ///

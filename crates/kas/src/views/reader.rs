@@ -219,6 +219,7 @@ impl Reader {
 
     async fn pages(&mut self) -> Result<String, Broken> {
         let path = self.path().await?;
+        let kind = self.hub.kind_of(self.feed.key.agent);
         self.hub.metrics.lists.inc();
         let (mut limit, mut pages) = (PAGE, 0);
         'list: for _ in 0..=RESTARTS {
@@ -244,8 +245,10 @@ impl Reader {
                     }
                     answer => answer?,
                 };
+                // Until the page is rows: what is made of its text may be far larger.
+                let _parsing = kind.buffers.parsing(answer.body.len()).await;
                 let page = match answer.status {
-                    200 => self.page(answer.body).await?,
+                    200 => self.page(answer.body.clone()).await?,
                     410 => continue 'list,
                     406 | 415 if self.form == Form::Table => {
                         self.form = Form::Metadata;
@@ -399,7 +402,8 @@ impl Reader {
     ) -> Result<(), Broken> {
         let end = Instant::now() + Duration::from_secs(seconds) + LATE;
         let mut events = table::Watch::new(self.form);
-        let mut lines = Lines::default();
+        let kind = self.hub.kind_of(self.feed.key.agent);
+        let mut lines = Lines::new(kind.buffers.budget());
         loop {
             // One that nothing cancels is read to its end.
             let quiet = if watched.is_cancellable() { Instant::now() + QUIET } else { end };
@@ -416,12 +420,14 @@ impl Reader {
             lines.push(&data);
             let mut read = Vec::new();
             while let Some(line) = lines.next() {
+                let _parsing = kind.buffers.parsing(line.len()).await;
                 let event = events.event(&line).map_err(|error| Broken::Failed(error.to_string()))?;
                 read.extend(event);
             }
             if lines.rest() > LONGEST_EVENT {
                 return Err(Broken::Failed(format!("an event has more than {LONGEST_EVENT} bytes")));
             }
+            lines.keep()?;
             self.apply(read, version)?;
         }
     }

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use cluster_call::{Cluster, ClusterSettings, Held, Request, Watching};
+use cluster_call::{Budget, Cluster, ClusterSettings, Held, Request, Response, Watching};
 use grpc::{Code, Status};
 use http::Method;
 use ids::{Actor, AgentId, Impersonation, ReplicaId};
@@ -12,6 +12,8 @@ use kube_request::Target;
 use observe::Observer;
 use routing::router::Router;
 use tokio::sync::Semaphore;
+
+use super::buffers::{AgentBuffers, Buffers};
 
 /// How long a page of a list may take, and a watch until it begins. One that hangs keeps others waiting.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -34,11 +36,13 @@ pub(crate) struct Answer {
     pub(crate) body: Bytes,
     /// Counts the body in the budget of the cluster, if it was unpacked.
     _held: Option<Held>,
+    /// Counts all of it among what is being read of the agent.
+    _budget: Option<Arc<Budget>>,
 }
 
 impl Answer {
     pub(crate) fn new(status: i32, body: Bytes) -> Self {
-        Self { status, body, _held: None }
+        Self { status, body, _held: None, _budget: None }
     }
 }
 
@@ -120,6 +124,8 @@ pub(crate) struct Tunnels {
     pub(crate) task: &'static str,
     pub(crate) router: Arc<Router>,
     pub(crate) observer: Arc<Observer>,
+    /// Count what is being read.
+    pub(crate) buffers: Arc<Buffers>,
     /// This replica.
     pub(crate) me: ReplicaId,
 }
@@ -140,25 +146,38 @@ impl Sources for Tunnels {
             max_body: MAX_PAGE,
         };
         let cluster = Cluster::new(Arc::clone(&self.router), Arc::clone(&self.observer), settings);
-        Arc::new(Tunnel(match actor {
+        let cluster = match actor {
             Some(actor) => cluster.with_actor(actor),
             None => cluster,
-        }))
+        };
+        Arc::new(Tunnel { cluster, buffers: Some(self.buffers.of(agent)) })
     }
 }
 
 /// The API server at the end of a tunnel.
-pub(crate) struct Tunnel(Cluster);
+pub(crate) struct Tunnel {
+    cluster: Cluster,
+    /// `None`: the budget of the cluster counts.
+    buffers: Option<AgentBuffers>,
+}
 
 impl Tunnel {
     /// Returns the API server that `cluster` calls. A page that is larger than [`MAX_PAGE`] when it is
     /// unpacked is refused.
     pub(crate) fn new(cluster: Cluster) -> Self {
-        Self(cluster)
+        Self { cluster, buffers: None }
     }
 
     pub(crate) fn cluster(&self) -> &Cluster {
-        &self.0
+        &self.cluster
+    }
+
+    /// Sends a request. What is read of the response is counted until the budget is dropped.
+    async fn send(&self, request: Request) -> Result<(Response, Option<Arc<Budget>>), Status> {
+        let Some(buffers) = &self.buffers else { return Ok((self.cluster.send(request).await?, None)) };
+        let budget = buffers.budget_of_answer();
+        let response = self.cluster.send_within(request, Some(&budget)).await?;
+        Ok((response, Some(budget)))
     }
 }
 
@@ -173,11 +192,11 @@ impl Source for Tunnel {
         let request = Request::new(Method::GET, target(path)?)
             .header("Accept", accept)
             .header("Accept-Encoding", "gzip");
-        let answer = self.0.send(request).await?;
+        let (answer, budget) = self.send(request).await?;
         let is_gzip =
             answer.header("Content-Encoding").is_some_and(|value| value.eq_ignore_ascii_case("gzip"));
         if !is_gzip {
-            return Ok(Answer::new(answer.status, answer.body));
+            return Ok(Answer { _budget: budget, ..Answer::new(answer.status, answer.body) });
         }
         let (status, body) = (answer.status, answer.body);
         // The semaphore is never closed.
@@ -191,14 +210,17 @@ impl Source for Tunnel {
             Ok(Err(error)) => return Err(Status::new(Code::Internal, error.to_string())),
             Err(error) => return Err(Status::new(Code::Internal, error.to_string())),
         };
-        let held = self.0.hold(body.len())?;
+        if let Some(budget) = &budget {
+            budget.take(body.len())?;
+        }
+        let held = self.cluster.hold(body.len())?;
         drop(unpacked);
-        Ok(Answer { _held: held, ..Answer::new(status, body) })
+        Ok(Answer { _held: held, _budget: budget, ..Answer::new(status, body) })
     }
 
     async fn watch(&self, path: &str, for_old: &str, accept: &str) -> Result<Box<dyn Watched>, Status> {
         let request = Request::new(Method::GET, target(path)?).header("Accept", accept);
-        Ok(Box::new(self.0.watch(request, target(for_old)?).await?))
+        Ok(Box::new(self.cluster.watch(request, target(for_old)?).await?))
     }
 
     async fn post(&self, path: &str, object: Bytes) -> Result<Answer, Status> {
@@ -208,8 +230,8 @@ impl Source for Tunnel {
                 .header("Accept", "application/json")
                 .header("Content-Type", "application/json")
         };
-        let answer = self.0.send(request).await?;
-        Ok(Answer::new(answer.status, answer.body))
+        let (answer, budget) = self.send(request).await?;
+        Ok(Answer { _budget: budget, ..Answer::new(answer.status, answer.body) })
     }
 }
 

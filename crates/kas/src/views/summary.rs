@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use views::{AgentState, Form, Listing, NewRow, Page, Uid, View, table};
 
-use super::{Hub, feed::Feed, source::Source, tries::Tries};
+use super::{Hub, buffers::AgentBuffers, feed::Feed, source::Source, tries::Tries};
 
 /// How often objects are counted while somebody looks.
 const EACH: Duration = Duration::from_secs(60);
@@ -21,7 +21,7 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
         }
         feed.watched().await;
         tries.begin();
-        let counted = count(&hub, &*source).await;
+        let counted = count(&hub, &*source, &hub.kind_of(feed.key.agent).buffers).await;
         let (cells, failed): (Vec<String>, Vec<String>) = counted
             .into_iter()
             .map(|count| match count {
@@ -59,7 +59,7 @@ pub(super) async fn run(hub: Arc<Hub>, feed: Arc<Feed>, source: Arc<dyn Source>)
 }
 
 /// Counts each resource: one object is listed, and the API server says how many more there are.
-async fn count(hub: &Hub, source: &dyn Source) -> Vec<Result<u64, String>> {
+async fn count(hub: &Hub, source: &dyn Source, buffers: &AgentBuffers) -> Vec<Result<u64, String>> {
     let mut counts = Vec::new();
     for (_, resource) in View::counted() {
         hub.summaries.wait().await;
@@ -68,6 +68,8 @@ async fn count(hub: &Hub, source: &dyn Source) -> Vec<Result<u64, String>> {
             group => format!("/apis/{group}/{}/{}", resource.version, resource.plural),
         };
         let answer = source.get(&format!("{path}?limit=1"), ACCEPT).await;
+        let bytes = answer.as_ref().map_or(0, |answer| answer.body.len());
+        let _parsing = buffers.parsing(bytes).await;
         counts.push(match answer {
             // An agent that is away would keep each of them waiting.
             Err(status) if counts.iter().all(Result::is_err) => {

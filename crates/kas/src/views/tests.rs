@@ -271,6 +271,47 @@ async fn labels_choose_agents_and_those_whose_labels_are_not_known_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn lines_that_never_end_are_counted_and_harm_no_other_agent() {
+    let lab = Lab::new(2);
+    for world in lab.worlds.values() {
+        world.put("n0", "a", "Running", 0);
+    }
+    lab.world().junk.store(3 << 20, Ordering::SeqCst);
+    lab.world().bookmarks.store(false, Ordering::SeqCst);
+    let mut client = lab.ask(|request| request.namespaces = (0..8).map(|n| format!("n{n}")).collect());
+    client
+        .until("some watches fail", |client| client.agents.get(&1).is_some_and(|it| it.state == "stale"))
+        .await;
+    let reason = &client.agents[&1].reason;
+    assert_eq!(reason, "the answers of this agent that are being read have more than 16777216 bytes");
+    assert!((4 << 20..=16 << 20).contains(&lab.hub.buffers.used()), "{}", lab.hub.buffers.used());
+    assert!(lab.hub.metrics.bytes.get() >= i64::try_from(lab.hub.buffers.used()).unwrap());
+    lab.worlds[&2].put("n1", "b", "Running", 0);
+    client
+        .until("the other agent", |client| client.rows.contains_key(&(2, "n1".to_owned(), "b".to_owned())))
+        .await;
+    assert_eq!(client.agents[&2].state, "live");
+    drop(client);
+    sleep(Duration::from_secs(400)).await;
+    assert_eq!((lab.hub.buffers.used(), lab.hub.metrics.bytes.get()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_large_page_is_read_when_there_is_room_for_what_is_made_of_it() {
+    let lab = Lab::new(2);
+    for n in 0..500 {
+        lab.world().put("shop", &format!("web-{n}-{}", "x".repeat(200)), "Running", 0);
+    }
+    lab.worlds[&2].put("shop", "small", "Running", 0);
+    let others = lab.hub.buffers.parse_nothing_else().await;
+    let mut client = lab.ask(|_| {});
+    let synced = client.synced().await.unwrap();
+    assert_eq!((synced.unanswered.len(), client.rows.len()), (1, 1), "{synced:?}");
+    drop(others);
+    client.until("the large one", |client| client.rows.len() == 501).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn rows_of_an_agent_that_is_gone_for_long_go() {
     let lab = Lab::new(2);
     for world in lab.worlds.values() {

@@ -25,7 +25,7 @@ use tokio::{sync::watch, time::Instant};
 use views::{Definitions, Resource};
 
 use super::super::{
-    Hub, HubParts, HubSettings, Question, Selected, Subscription, ViewMetrics,
+    Buffers, Hub, HubParts, HubSettings, Question, Selected, Subscription, ViewMetrics,
     rights::{May, Rights},
     source::{Answer, Source, Sources, User, Watched},
 };
@@ -75,6 +75,8 @@ pub(super) struct World {
     pub(super) hangs: AtomicBool,
     /// Whether watches get bookmarks, one a minute.
     pub(super) bookmarks: AtomicBool,
+    /// Bytes without the end of a line with which each watch begins.
+    pub(super) junk: AtomicUsize,
     /// The status of lists, if it is not 200.
     pub(super) refuses: AtomicUsize,
     /// Whether tables are printed.
@@ -106,6 +108,7 @@ impl World {
             forgets: AtomicBool::new(false),
             hangs: AtomicBool::new(false),
             bookmarks: AtomicBool::new(true),
+            junk: AtomicUsize::new(0),
             refuses: AtomicUsize::new(0),
             prints: AtomicBool::new(true),
             reviews: Mutex::default(),
@@ -274,6 +277,7 @@ impl Source for Arc<World> {
             end: Instant::now() + Duration::from_secs(seconds),
             bookmark: Instant::now() + MINUTE,
             world: Arc::clone(self),
+            junk: self.junk.load(Ordering::SeqCst),
             namespace: namespace_of(target).map(str::to_owned),
             from,
             is_table: accept.contains("as=Table"),
@@ -290,6 +294,7 @@ struct Watch {
     /// When the next bookmark comes.
     bookmark: Instant,
     world: Arc<World>,
+    junk: usize,
     namespace: Option<String>,
     from: u64,
     is_table: bool,
@@ -319,6 +324,11 @@ impl Watched for Watch {
         loop {
             if self.status != 200 || self.world.ends.load(Ordering::SeqCst) {
                 return Ok(None);
+            }
+            if self.junk > 0 {
+                let part = self.junk.min(64 << 10);
+                self.junk -= part;
+                return Ok(Some(vec![b'x'; part].into()));
             }
             let has_bookmarks = self.world.bookmarks.load(Ordering::SeqCst);
             let is_bookmark = tokio::select! {
@@ -482,7 +492,9 @@ impl Lab {
         let tracker = InMemoryTracker::new(replica.clone());
         let known = Arc::new(Known(Mutex::default(), watch::Sender::new(0)));
         let lifecycle = Lifecycle::default();
+        let metrics = Arc::new(ViewMetrics::new(&mut Registry::default()));
         let hub = Hub::new(HubParts {
+            buffers: Buffers::new(memory, &metrics),
             settings: HubSettings { memory, linger: Duration::from_secs(300) },
             definitions: Definitions::default(),
             sources: Arc::new(Worlds(worlds.clone())),
@@ -490,7 +502,7 @@ impl Lab {
             identity: Arc::clone(&known) as _,
             files: Arc::new(Labels),
             me: replica.id,
-            metrics: Arc::new(ViewMetrics::new(&mut Registry::default())),
+            metrics,
             phase: lifecycle.watch(),
         });
         let lab = Self { hub, worlds, lifecycle, tracker, leases: Mutex::default(), known };
