@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Checker, Invariant, seconds};
-use crate::{Audit, Bytes, History, Kind, Micros, Outcome, Presence, Request, Run};
+use crate::{Audit, Bytes, Effect, Fault, History, Kind, Micros, Outcome, Presence, Request, Run, SECOND};
+
+/// How long what was lost during a fault may take to arrive after it: TCP waits longer each time.
+const RESENT: Micros = 4 * SECOND;
 
 pub(super) fn check(history: &History, checker: &mut Checker) {
     let mut runs: BTreeMap<u64, Vec<&Run>> = BTreeMap::new();
@@ -247,6 +250,26 @@ fn rule(history: &History, request: &Request, ran: &[&Run], checker: &mut Checke
     checker.check(Invariant::I20, Some(until), breach);
 }
 
+/// Whether a fault has delayed the cancellation of a request on its way from the replica of its client to the
+/// agent. TCP delivers it after everything that was sent before, which was perhaps lost several times.
+fn may_be_on_its_way(history: &History, request: &Request, run: &Run, ended: Micros) -> bool {
+    let (Some(attempt), Some(owner)) = (request.attempts.last(), &run.replica) else { return false };
+    let agent = format!("agent {}", run.agent);
+    let is_passed = |(a, b): &(String, String)| {
+        [(&attempt.replica, owner), (&agent, owner)].iter().any(|pair| *pair == (a, b) || *pair == (b, a))
+    };
+    let delays = |fault: &&Fault| match &fault.effect {
+        Effect::None => false,
+        Effect::Disabled(replicas) => [&attempt.replica, owner].iter().any(|place| replicas.contains(*place)),
+        Effect::Cut(pairs) | Effect::Slow(pairs) => pairs.iter().any(is_passed),
+        Effect::All => true,
+    };
+    let lasts = |fault: &&Fault| {
+        fault.from <= run.started && fault.to.is_none_or(|to| to.saturating_add(RESENT) >= ended)
+    };
+    history.faults.iter().filter(lasts).any(|fault| delays(&fault))
+}
+
 fn waiting(
     history: &History,
     request: &Request,
@@ -257,7 +280,8 @@ fn waiting(
     let (id, agent) = (request.id, request.agent);
     if let (Some(Outcome::Cancelled), Some(ended)) = (request.outcome, request.ended) {
         let limit = ended.saturating_add(history.header.bounds.cancel);
-        let breach = ran.iter().find(|run| run.started > limit).map(|run| {
+        let is_late = |run: &Run| run.started > limit && !may_be_on_its_way(history, request, run, ended);
+        let breach = ran.iter().find(|run| is_late(run)).map(|run| {
             let after = seconds(run.started - ended);
             format!("request {id} for agent {agent} was started {after} after it had been cancelled")
         });

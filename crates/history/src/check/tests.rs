@@ -469,6 +469,34 @@ fn i14_a_cancelled_request_takes_no_tunnel() {
 }
 
 #[test]
+fn i14_a_cancellation_may_be_late_if_its_way_is() {
+    let mut history = one();
+    let request = &mut history.requests[0];
+    (request.outcome, request.ended) = (Some(Outcome::Cancelled), Some(10 * S));
+    request.attempts =
+        vec![Attempt { replica: "a".to_owned(), begun: 9 * S, ended: 10 * S, outcome: Outcome::Cancelled }];
+    (history.runs[0].started, history.runs[0].replica) = (12 * S, Some("b".to_owned()));
+    let pair = |a: &str, b: &str| BTreeSet::from([(a.to_owned(), b.to_owned())]);
+    let fault = |from, to, effect| Fault { from, to: Some(to), what: "loss".to_owned(), effect };
+    for (fault, excuses) in [
+        (fault(8 * S, 11 * S, Effect::Slow(pair("b", "a"))), true),
+        (fault(8 * S, 11 * S, Effect::Cut(pair("a", "b"))), true),
+        (fault(8 * S, 11 * S, Effect::Slow(pair("agent 17", "b"))), true),
+        (fault(8 * S, 11 * S, Effect::Disabled(BTreeSet::from(["b".to_owned()]))), true),
+        // What was lost before is sent again.
+        (fault(S, 7 * S, Effect::Slow(pair("a", "b"))), true),
+        (fault(S, 5 * S, Effect::Slow(pair("a", "b"))), false),
+        (fault(13 * S, 14 * S, Effect::Slow(pair("a", "b"))), false),
+        (fault(8 * S, 11 * S, Effect::Slow(pair("a", "c"))), false),
+        (fault(8 * S, 11 * S, Effect::Slow(pair("agent 18", "b"))), false),
+        (fault(8 * S, 11 * S, Effect::None), false),
+    ] {
+        history.faults = vec![fault];
+        assert_eq!(check(&history).of(Invariant::I14).broken, u64::from(!excuses), "{:?}", history.faults);
+    }
+}
+
+#[test]
 fn i14_a_waiter_is_released_by_its_own_agent() {
     let mut history = one();
     history.requests[0].kind = Kind::Waiter;

@@ -177,7 +177,7 @@ impl<'a> Times<'a> {
         for fault in &history.faults {
             let span = (fault.from, fault.to.unwrap_or(Micros::MAX));
             match &fault.effect {
-                Effect::None => {}
+                Effect::None | Effect::Slow(_) => {}
                 Effect::All => times.all.push(span),
                 Effect::Disabled(replicas) => {
                     for replica in replicas {
