@@ -8,5 +8,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rustc-link-search=native={}", env::var("OUT_DIR")?);
     // Whole, because nothing of ours refers to it: it takes the place of functions of the C library.
     println!("cargo:rustc-link-lib=static:+whole-archive=simprocess");
+    for function in ["ZSTD_createCCtx", "ZSTD_freeCCtx"] {
+        println!("cargo:rustc-link-arg=-Wl,--wrap={function}");
+    }
     Ok(())
 }

@@ -26,12 +26,13 @@ use crate::{network::Stream, record::Counted};
 /// What a connection delivers, as a body. Its clean end is the end of the body.
 pub(crate) struct ReadBody {
     half: ReadHalf<Stream>,
+    buffer: Box<[u8]>,
     ended: bool,
 }
 
 impl ReadBody {
     pub(crate) fn new(half: ReadHalf<Stream>) -> Self {
-        Self { half, ended: false }
+        Self { half, buffer: vec![0; 16 * 1024].into(), ended: false }
     }
 }
 
@@ -47,19 +48,14 @@ impl Body for ReadBody {
         if this.ended {
             return Poll::Ready(None);
         }
-        let mut bytes = vec![0; 16 * 1024];
-        let mut buffer = ReadBuf::new(&mut bytes);
+        let mut buffer = ReadBuf::new(&mut this.buffer);
         let read = ready!(Pin::new(&mut this.half).poll_read(cx, &mut buffer));
-        let len = buffer.filled().len();
         Poll::Ready(match read {
-            Ok(()) if len == 0 => {
+            Ok(()) if buffer.filled().is_empty() => {
                 this.ended = true;
                 None
             }
-            Ok(()) => {
-                bytes.truncate(len);
-                Some(Ok(Frame::data(bytes.into())))
-            }
+            Ok(()) => Some(Ok(Frame::data(Bytes::copy_from_slice(buffer.filled())))),
             Err(error) => Some(Err(error.into())),
         })
     }
@@ -99,13 +95,16 @@ impl Messages {
 
 /// Returns a message of this length, with its prefix.
 fn message(number: u64, len: usize) -> Bytes {
-    let mut out = BytesMut::with_capacity(grpc::PREFIX_LEN + len);
+    let mut out = BytesMut::with_capacity(grpc::PREFIX_LEN + len + 4);
     out.put_slice(&grpc::prefix(u32::try_from(len).unwrap_or_default()));
     let mut word = number;
-    for _ in 0..len {
+    while out.len() < grpc::PREFIX_LEN + len {
+        // The upper half changes well from word to word, the lower bits do not.
         word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        out.put_u8(word.to_be_bytes()[0]);
+        let [a, b, c, d, ..] = word.to_be_bytes();
+        out.put_slice(&[a, b, c, d]);
     }
+    out.truncate(grpc::PREFIX_LEN + len);
     out.freeze()
 }
 

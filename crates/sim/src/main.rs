@@ -8,6 +8,7 @@ mod agent;
 mod bodies;
 mod client;
 mod flaw;
+mod host;
 mod listener;
 mod nemesis;
 mod network;

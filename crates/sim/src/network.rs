@@ -68,6 +68,8 @@ struct Core {
     inboxes: BTreeMap<SocketAddr, Inbox>,
     connections: BTreeMap<u64, Connection>,
     connected: u64,
+    /// The hosts to which something has happened, see [`Network::take_woken`].
+    woken: BTreeSet<IpAddr>,
     sums: Sums,
 }
 
@@ -108,6 +110,7 @@ impl Network {
             inboxes: BTreeMap::new(),
             connections: BTreeMap::new(),
             connected: 0,
+            woken: BTreeSet::new(),
             sums: Sums::default(),
         })))
     }
@@ -142,6 +145,12 @@ impl Network {
                 core.arrive(packet, wakers);
             }
         });
+    }
+
+    /// Returns the hosts to which something has happened since the last call: a packet, or a reset, or the
+    /// other end of a connection has read.
+    pub(crate) fn take_woken(&self) -> BTreeSet<IpAddr> {
+        std::mem::take(&mut self.0.lock().woken)
     }
 
     /// Replaces the rules of all links.
@@ -187,6 +196,7 @@ impl Network {
                 .map(|(id, _)| *id)
                 .collect();
             let chosen: Vec<u64> = between.into_iter().filter(|_| core.random.random_bool(share)).collect();
+            core.woken.extend(pair);
             for id in &chosen {
                 for side in [Side::Client, Side::Server] {
                     core.arrive_at(*id, side, wakers, |end| end.reset());
@@ -249,6 +259,7 @@ impl Core {
 
     fn arrive(&mut self, packet: Packet, wakers: &mut Vec<Waker>) {
         let Packet { from, to, content } = packet;
+        self.woken.insert(to);
         match content {
             Content::Syn(id) => {
                 let Some(address) = self.connections.get(&id).map(Connection::server) else { return };

@@ -8,6 +8,9 @@
  *
  * It is C and not Rust because functions with these names cannot be defined in safe Rust. A process simulates one
  * seed on one thread, so nothing here is locked.
+ *
+ * It also keeps the contexts of zstd for the next use: gossip compresses each digest with a new one, and to make one
+ * asks for the features of the processor, which takes longer than the compression in a virtual machine.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -92,5 +95,30 @@ int nanosleep(const struct timespec *request, struct timespec *remaining) {
         errno = error;
         return -1;
     }
+    return 0;
+}
+
+/* The linker puts these in the place of those of zstd, see build.rs. Weak: tests do without zstd. */
+struct ZSTD_CCtx_s;
+extern struct ZSTD_CCtx_s *__real_ZSTD_createCCtx(void) __attribute__((weak));
+extern size_t __real_ZSTD_freeCCtx(struct ZSTD_CCtx_s *context) __attribute__((weak));
+extern size_t ZSTD_CCtx_reset(struct ZSTD_CCtx_s *context, int what) __attribute__((weak));
+#define RESET_SESSION_AND_PARAMETERS 3
+
+static struct ZSTD_CCtx_s *kept;
+
+struct ZSTD_CCtx_s *__wrap_ZSTD_createCCtx(void) {
+    struct ZSTD_CCtx_s *context = kept;
+    kept = NULL;
+    return context != NULL ? context : __real_ZSTD_createCCtx();
+}
+
+size_t __wrap_ZSTD_freeCCtx(struct ZSTD_CCtx_s *context) {
+    if (context == NULL || kept != NULL || !is_simulated()) {
+        return __real_ZSTD_freeCCtx(context);
+    }
+    /* Cannot fail outside of a compression, and a context in the middle of one is reset as well. */
+    ZSTD_CCtx_reset(context, RESET_SESSION_AND_PARAMETERS);
+    kept = context;
     return 0;
 }

@@ -2,31 +2,26 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use crc32fast::Hasher;
 use history::{Attempt, Fault, History, Life, Micros, Outcome, Presence, Request, Run, View};
 use parking_lot::Mutex;
 
 use crate::network::Network;
 
 /// Bytes that were sent or received so far.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counted {
     count: u64,
-    hash: u64,
+    hash: u32,
     clean: bool,
-}
-
-impl Default for Counted {
-    fn default() -> Self {
-        Self { count: 0, hash: 0xcbf2_9ce4_8422_2325, clean: false }
-    }
 }
 
 impl Counted {
     pub(crate) fn add(&mut self, bytes: &[u8]) {
         self.count += bytes.len() as u64;
-        for byte in bytes {
-            self.hash = (self.hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-        }
+        let mut hash = Hasher::new_with_initial(self.hash);
+        hash.update(bytes);
+        self.hash = hash.finalize();
     }
 
     /// They have ended cleanly.
@@ -35,7 +30,7 @@ impl Counted {
     }
 
     pub(crate) fn bytes(self) -> history::Bytes {
-        history::Bytes { count: self.count, hash: self.hash, clean: self.clean, wrong_at: None }
+        history::Bytes { count: self.count, hash: self.hash.into(), clean: self.clean, wrong_at: None }
     }
 }
 
@@ -235,15 +230,17 @@ impl Recorder {
     }
 
     /// Adds a view, or prolongs the last one of this observer if it is the same.
-    pub(crate) fn view(&self, view: View) {
+    pub(crate) fn view(&self, mut view: View) {
         self.with(|recorded| {
             let Recorded { history, views, .. } = recorded;
             if let Some(last) = views.get(&view.observer).and_then(|at| history.views.get_mut(*at)) {
-                let same = View { at: last.at, until: last.until, ..view.clone() };
-                if *last == same {
-                    last.until = view.until;
+                let (at, until) = (view.at, view.until);
+                (view.at, view.until) = (last.at, last.until);
+                if *last == view {
+                    last.until = until;
                     return;
                 }
+                (view.at, view.until) = (at, until);
             }
             views.insert(view.observer.clone(), history.views.len());
             history.views.push(view);

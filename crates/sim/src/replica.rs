@@ -42,10 +42,11 @@ use routing::{
     router::Router,
 };
 use settings::secret::ApiSecret;
-use tokio::{runtime::Runtime, sync::watch, task::JoinHandle, time::Instant};
+use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
 use crate::{
     flaw::{self, Flaw},
+    host::Host,
     listener::AgentListener,
     network::{Connector, Network},
     record::Recorder,
@@ -140,9 +141,7 @@ pub(crate) struct Process {
     /// It has left.
     left: Arc<AtomicBool>,
     kas: Kas,
-    runtime: Runtime,
-    /// Until when its runtime has run.
-    until: Micros,
+    runs: Host,
 }
 
 impl Process {
@@ -156,9 +155,8 @@ impl Process {
         number: u64,
         seeds: HashSet<SocketAddr>,
     ) -> Result<Self> {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
-        let kas = runtime.block_on(build(world, replica, seeds))?;
+        let runs = Host::new(world.network.now())?;
+        let kas = runs.block_on(build(world, replica, seeds))?;
         let host = host(replica);
         Ok(Self {
             name: name(host),
@@ -168,28 +166,18 @@ impl Process {
             is_leaving: false,
             left: Arc::default(),
             kas,
-            runtime,
-            until: world.network.now(),
+            runs,
         })
     }
 
-    /// Runs until `now`. What should have run during a pause is late then.
-    pub(crate) fn run(&mut self, now: Micros, tick: Micros) {
-        let time = Duration::from_micros(now - self.until);
-        self.until = now;
-        let tick = Duration::from_micros(tick);
-        self.runtime.block_on(async move {
-            let begun = Instant::now();
-            if time > tick {
-                tokio::time::advance(time - tick).await;
-            }
-            tokio::time::sleep_until(begun + time).await;
-        });
+    /// Returns where it runs.
+    pub(crate) fn runs(&mut self) -> &mut Host {
+        &mut self.runs
     }
 
     /// Starts a task in this process.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-        self.runtime.spawn(task)
+        self.runs.spawn(task)
     }
 
     pub(crate) fn router(&self) -> &Arc<Router> {
@@ -218,7 +206,7 @@ impl Process {
         let (backend, router, registry) = (Arc::clone(backend), Arc::clone(router), Arc::clone(registry));
         let (metrics, agents, lifecycle) = (Arc::clone(metrics), Arc::clone(agents), lifecycle.clone());
         let (left, recorder, name) = (Arc::clone(&self.left), agents.recorder.clone(), self.name.clone());
-        self.runtime.spawn(async move {
+        self.runs.spawn(async move {
             lifecycle.advance(Phase::Draining);
             backend.drain();
             registry.drain();
@@ -247,7 +235,7 @@ impl Process {
     /// Returns what it believes.
     pub(crate) fn view(&self, agents: &[AgentId], now: Micros) -> View {
         let backend = &self.kas.backend;
-        let (replicas, located) = self.runtime.block_on(async {
+        let (replicas, located) = self.runs.block_on(async {
             let replicas = backend.replicas().await.replicas;
             let mut located = BTreeMap::<i64, BTreeSet<String>>::new();
             for agent in agents {
@@ -314,7 +302,7 @@ impl Process {
 
     /// Describes what is wrong with the others, for a trace.
     pub(crate) fn alarms(&self) -> Vec<String> {
-        self.runtime.block_on(async { self.kas.backend.replicas().await.alarms })
+        self.runs.block_on(async { self.kas.backend.replicas().await.alarms })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Write as _,
     io::Write as _,
     ops::RangeInclusive,
     path::{Path, PathBuf},
@@ -27,6 +28,8 @@ use crate::{
 
 /// Tells a process that it simulates, and its entropy; see `process.c`.
 const SEED: &str = "KAS_SIM_SEED";
+/// An option of xtask, which starts this program.
+const RELEASE: &str = "With --release, it is built with the release profile: several times as fast";
 /// How many failing seeds are described.
 const DESCRIBED: usize = 5;
 /// How many of the breaches of one seed are printed.
@@ -34,7 +37,7 @@ const PRINTED: usize = 12;
 
 /// Simulates replicas with agents, and checks what happened
 #[derive(Clone, Debug, Parser)]
-#[command(name = "cargo xtask sim", max_term_width = 110)]
+#[command(name = "cargo xtask sim", max_term_width = 110, after_help = RELEASE)]
 pub(crate) struct Cli {
     /// How many seeds
     #[arg(long, default_value_t = 1)]
@@ -214,6 +217,11 @@ struct Kept<'a> {
     started: u64,
     commit: &'a str,
     command: String,
+    /// The first seed. The others follow it.
+    first: u64,
+    /// The options of the command that say what a seed means. Runs whose seeds follow each other, and that
+    /// agree in the commit and in this, are parts of one.
+    options: String,
     seeds: usize,
     failed: Vec<u64>,
     /// Simulated seconds.
@@ -227,32 +235,48 @@ struct Kept<'a> {
 impl Kept<'_> {
     fn save(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let path = folder.join(format!("simulation-{}.json", self.started));
+        let path = folder.join(format!("simulation-{}-{}.json", self.started, self.first));
         std::fs::write(&path, serde_json::to_vec_pretty(self)?)
             .with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
-/// The command that was given, without where its result is kept.
-fn command(cli: &Cli) -> String {
-    let mut words = vec!["cargo xtask sim".to_owned(), format!("--seeds {}", cli.seeds)];
+/// The options that say what a seed means, as far as they are not the usual ones. Each begins with a space.
+fn options(cli: &Cli) -> String {
+    let mut words = String::new();
     let default = Cli::parse_from(["sim"]);
     let mut differs = |name: &str, value: String, usual: String| {
         if value != usual {
-            words.push(format!("--{name} {value}"));
+            words.extend([" --", name, " ", &value]);
         }
     };
     let range = |range: &RangeInclusive<u64>| match (range.start(), range.end()) {
         (from, to) if from == to => from.to_string(),
         (from, to) => format!("{from}-{to}"),
     };
-    differs("seed", cli.seed.to_string(), default.seed.to_string());
+    let flaw = |flaw: Option<Flaw>| {
+        let value = flaw.and_then(|flaw| flaw.to_possible_value());
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    };
     differs("replicas", range(&cli.replicas), range(&default.replicas));
     differs("agents", range(&cli.agents), range(&default.agents));
     differs("minutes", cli.minutes.to_string(), default.minutes.to_string());
     differs("rate", cli.rate.to_string(), default.rate.to_string());
-    differs("within", cli.within.to_string(), default.within.to_string());
-    words.join(" ")
+    differs("flaw", flaw(cli.flaw), flaw(default.flaw));
+    words
+}
+
+/// The command that was given, without where its result is kept.
+fn command(cli: &Cli) -> String {
+    let mut command = format!("cargo xtask sim --seeds {}", cli.seeds);
+    if cli.seed != 1 {
+        let _ = write!(command, " --seed {}", cli.seed);
+    }
+    command.push_str(&options(cli));
+    if cli.within != 0 {
+        let _ = write!(command, " --within {}", cli.within);
+    }
+    command
 }
 
 /// Prints the sums and the seeds that failed.
@@ -331,6 +355,8 @@ fn report(cli: &Cli, summaries: &[(u64, Result<Summary>)], took: Duration) -> Re
             started,
             commit: process::version::COMMIT,
             command: command(cli),
+            first: cli.seed,
+            options: options(cli),
             seeds: summaries.len(),
             failed: failed.iter().map(|(seed, _)| *seed).collect(),
             simulated: sums.micros / SECOND,
@@ -356,5 +382,12 @@ mod tests {
         assert_eq!(command(&cli(&[])), "cargo xtask sim --seeds 1");
         let arguments = ["--seeds", "100", "--replicas", "7", "--agents", "100-200", "--report", "x"];
         assert_eq!(command(&cli(&arguments)), "cargo xtask sim --seeds 100 --replicas 7 --agents 100-200");
+        assert_eq!(options(&cli(&arguments)), " --replicas 7 --agents 100-200");
+        let arguments = ["--seed", "501", "--within", "90", "--flaw", "repeat"];
+        assert_eq!(
+            command(&cli(&arguments)),
+            "cargo xtask sim --seeds 1 --seed 501 --flaw repeat --within 90"
+        );
+        assert_eq!(options(&cli(&arguments)), " --flaw repeat", "parts of one run differ in the rest");
     }
 }

@@ -14,13 +14,14 @@ use history::{Effect, History, Kind, Metric, Micros, Outcome, Request, SECOND, T
 use ids::AgentId;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
 use serde::{Deserialize, Serialize};
-use tokio::{runtime::Runtime, sync::mpsc, task::JoinHandle};
+use tokio::{sync::mpsc, task::JoinHandle};
 
 use crate::{
     agent::{Agent, Order, Work},
     bodies::Sent,
     client::{self, Plan, Results},
     flaw::Flaw,
+    host::Host,
     nemesis::{self, Fault, Lasting},
     network::{Network, Rule, Rules},
     record::{Ended, Recorder},
@@ -119,7 +120,7 @@ pub(crate) struct Simulation {
     leaving: BTreeMap<usize, (Micros, usize)>,
     lasting: Vec<Lasting>,
     /// The agents run here.
-    outside: Runtime,
+    outside: Host,
     agents: Vec<AgentId>,
     orders: Vec<mpsc::Sender<Order>>,
     requests: u64,
@@ -146,8 +147,7 @@ impl Simulation {
             secret: Arc::new(SecretFile::write()?),
             flaw: options.flaw,
         };
-        let outside =
-            tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+        let outside = Host::new(0)?;
         let mut random = StdRng::seed_from_u64(options.seed);
         let addresses: Arc<[SocketAddr]> = (0..options.replicas).map(replica::agent_address).collect();
         let (mut agents, mut orders) = (Vec::new(), Vec::new());
@@ -264,18 +264,30 @@ impl Simulation {
         for replica in due {
             self.start(replica)?;
         }
+        let mut woken = self.world.network.take_woken();
         for (replica, process) in self.processes.iter_mut().enumerate() {
+            let is_woken = woken.remove(&replica::host(replica));
             if let Some(process) = process
                 && !self.paused.contains_key(&replica)
             {
-                process.run(self.now, TICK);
+                process.runs().run(self.now, is_woken);
             }
         }
-        self.outside.block_on(async { tokio::time::sleep(Duration::from_micros(TICK)).await });
+        // The other hosts are those of agents.
+        self.outside.run(self.now, !woken.is_empty());
         self.observe();
         self.collect();
         self.expire();
         Ok(())
+    }
+
+    /// Something is about to happen to a replica.
+    fn touch(&mut self, replica: usize) {
+        if let Some(process) = &mut self.processes[replica]
+            && !self.paused.contains_key(&replica)
+        {
+            process.runs().touch(self.now);
+        }
     }
 
     fn seeds(&self) -> HashSet<SocketAddr> {
@@ -381,6 +393,9 @@ impl Simulation {
             })
             .collect();
         for (id, cancelled) in due {
+            if let Some(replica) = self.open.get(&id).map(|open| open.replica) {
+                self.touch(replica);
+            }
             if let Some(open) = self.open.get_mut(&id) {
                 open.task.abort();
                 open.again = false;
@@ -399,12 +414,18 @@ impl Simulation {
             self.lasting = lasting;
             self.end_lasting(over);
         }
+        if self.lasting.iter().any(|fault| fault.holds(self.now) != fault.holds(self.now - TICK)) {
+            self.apply_rules();
+        }
     }
 
     fn resume(&mut self, replica: usize) {
         if let Some((_, fault)) = self.paused.remove(&replica) {
             self.resumed.insert(replica, self.now);
             self.end_fault(fault);
+            if let Some(process) = &mut self.processes[replica] {
+                process.runs().resume(self.now);
+            }
         }
     }
 
@@ -416,10 +437,11 @@ impl Simulation {
     fn end_lasting(&mut self, over: Vec<Lasting>) {
         for fault in over {
             self.end_fault(fault.number);
-            if let Some(replica) = fault.discovery
-                && let Some(process) = &self.processes[replica]
-            {
-                process.discover(self.seeds());
+            if let Some(replica) = fault.discovery {
+                self.touch(replica);
+                if let Some(process) = &self.processes[replica] {
+                    process.discover(self.seeds());
+                }
             }
         }
         self.apply_rules();
@@ -427,7 +449,8 @@ impl Simulation {
 
     fn apply_rules(&self) {
         let mut rules = Rules::default();
-        for (from, to, rule) in self.lasting.iter().flat_map(|fault| &fault.links) {
+        let held = self.lasting.iter().filter(|fault| fault.holds(self.now));
+        for (from, to, rule) in held.flat_map(|fault| &fault.links) {
             rules.add(*from, *to, *rule);
         }
         self.world.network.set_rules(rules);
@@ -472,7 +495,7 @@ impl Simulation {
                     let others = others.map(replica::host).chain((0..self.options.agents).map(agent_host));
                     let links = others.flat_map(|other| [(host, other, cut), (other, host, cut)]).collect();
                     let until = self.now + time;
-                    self.lasting.push(Lasting { until, number, links, discovery: None });
+                    self.lasting.push(Lasting { until, flaps: None, number, links, discovery: None });
                     self.apply_rules();
                 }
                 self.remove(replica, noticed);
@@ -484,6 +507,7 @@ impl Simulation {
                 }
                 let what = format!("{} is paused for {}", name(replica), seconds(time));
                 let number = self.note("paused", what, false, disabled(replica));
+                self.touch(replica);
                 self.paused.insert(replica, (self.now + time, number));
             }
             Fault::Leave { replica, time } => {
@@ -492,24 +516,24 @@ impl Simulation {
                 if !can_leave || process.is_leaving || !process.is_ready {
                     return;
                 }
+                process.runs().touch(self.now);
                 process.leave();
                 let number = self.note("leaves", format!("{} leaves", name(replica)), false, Effect::None);
                 self.leaving.insert(replica, (time, number));
             }
-            Fault::Links { what, pairs, rule, time } => {
+            Fault::Links { what, pairs, rule, time, flaps } => {
                 if pairs.is_empty() {
                     return;
                 }
                 let shown: Vec<String> = pairs.iter().map(|(a, b)| format!("{a}>{b}")).collect();
                 let text = format!("{what} for {}: {}", seconds(time), shown.join(" "));
-                let effect = match rule.cut {
-                    true => Effect::Cut(pairs.iter().map(|(a, b)| (name(*a), name(*b))).collect()),
-                    false => Effect::None,
-                };
+                let named = pairs.iter().map(|(a, b)| (name(*a), name(*b))).collect();
+                let effect = if rule.cut { Effect::Cut(named) } else { Effect::Slow(named) };
                 let number = self.note(what, text, false, effect);
                 let host = replica::host;
                 let links = pairs.iter().map(|(a, b)| (host(*a), host(*b), rule)).collect();
-                self.lasting.push(Lasting { until: self.now + time, number, links, discovery: None });
+                let (until, flaps) = (self.now + time, flaps.map(|time| (self.now, time)));
+                self.lasting.push(Lasting { until, flaps, number, links, discovery: None });
                 self.apply_rules();
             }
             Fault::Reset { pair: (a, b) } => {
@@ -521,6 +545,7 @@ impl Simulation {
                 }
             }
             Fault::Discovery { replica, strangers, time } => {
+                self.touch(replica);
                 let Some(process) = &self.processes[replica] else { return };
                 let strange = SocketAddr::from(([10, 9, 9, 9], 8155));
                 process.discover(if strangers { HashSet::from([strange]) } else { HashSet::new() });
@@ -528,16 +553,18 @@ impl Simulation {
                 let what = format!("{} discovers {found} for {}", name(replica), seconds(time));
                 let number = self.note("discovery lost", what, false, Effect::None);
                 let (until, discovery) = (self.now + time, Some(replica));
-                self.lasting.push(Lasting { until, number, links: Vec::new(), discovery });
+                self.lasting.push(Lasting { until, flaps: None, number, links: Vec::new(), discovery });
             }
             Fault::Move { agent } => {
                 // A full queue: it has enough to do.
+                self.outside.touch(self.now);
                 if self.orders[agent].try_send(Order::Move).is_ok() {
                     let what = format!("agent {} moves", self.agents[agent]);
                     self.note("agent moves", what, true, Effect::None);
                 }
             }
             Fault::Away { agent, time } => {
+                self.outside.touch(self.now);
                 if self.orders[agent].try_send(Order::Away(Duration::from_micros(time))).is_ok() {
                     let what = format!("agent {} is away for {}", self.agents[agent], seconds(time));
                     self.note("agent away", what, true, Effect::None);
@@ -547,9 +574,11 @@ impl Simulation {
                 let (a, b) = (agent_host(agent), replica::host(replica));
                 let cut = Rule { cut: true, ..Rule::default() };
                 let what = starved::cut_off(self.agents[agent], &name(replica));
-                let number = self.note("agent cut", what, false, Effect::None);
+                let pair = (format!("agent {}", self.agents[agent]), name(replica));
+                let number = self.note("agent cut", what, false, Effect::Slow(BTreeSet::from([pair])));
                 let links = vec![(a, b, cut), (b, a, cut)];
-                self.lasting.push(Lasting { until: self.now + time, number, links, discovery: None });
+                let until = self.now + time;
+                self.lasting.push(Lasting { until, flaps: None, number, links, discovery: None });
                 self.apply_rules();
             }
         }
@@ -634,6 +663,7 @@ impl Simulation {
     }
 
     fn attempt(&mut self, replica: usize, mut open: Open) {
+        self.touch(replica);
         let Some(process) = &self.processes[replica] else { return };
         open.plan.timeout = Duration::from_micros(open.deadline - self.now);
         (open.replica, open.process, open.begun, open.sent) =

@@ -70,7 +70,7 @@ fn is_disturbed(history: &History, places: &BTreeSet<&String>, from: Micros, to:
         |fault| {
             match &fault.effect {
                 // Whatever concerns the links of all, and nothing that concerns agents.
-                Effect::None => !fault.what.starts_with("agent "),
+                Effect::None | Effect::Slow(_) => !fault.what.starts_with("agent "),
                 Effect::Disabled(replicas) => places.iter().any(|place| replicas.contains(*place)),
                 Effect::Cut(pairs) => pairs.iter().any(|(a, b)| places.contains(a) && places.contains(b)),
                 Effect::All => true,

@@ -297,9 +297,13 @@ impl AsyncRead for Stream {
         if read > 0 {
             self.network.with(|core, wakers| {
                 if let Some(connection) = core.connections.get_mut(&self.id) {
+                    let host = connection.host(self.side.other());
                     let end = connection.end(self.side.other());
                     end.unread = end.unread.saturating_sub(read);
-                    wakers.extend(end.writer.take());
+                    if let Some(writer) = end.writer.take() {
+                        wakers.push(writer);
+                        core.woken.insert(host);
+                    }
                 }
             });
         }
