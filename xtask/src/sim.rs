@@ -6,6 +6,9 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use devkit::workspace;
 
+/// What chooses the release profile. It is no argument of `sim`.
+const RELEASE: &str = "--release";
+
 /// Arguments of `sim`. The program `sim` parses them.
 #[derive(Debug, Args)]
 pub(crate) struct SimArgs {
@@ -20,13 +23,18 @@ impl SimArgs {
     }
 }
 
-/// Runs `sim`.
+/// Runs `sim`, with the release profile if the arguments say so.
 pub(crate) fn run(args: &SimArgs) -> Result<ExitCode> {
+    let (release, arguments): (Vec<_>, Vec<_>) =
+        args.arguments.iter().cloned().partition(|argument| argument == RELEASE);
     let mut build = workspace::cargo();
     build.args(["build", "--workspace", "--bin", "sim"]);
+    if !release.is_empty() {
+        build.arg(RELEASE);
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let sim = runtime.block_on(workspace::build(build))?.path("sim")?.to_owned();
-    run_program(&sim, args)
+    run_program(&sim, &SimArgs { arguments })
 }
 
 /// Runs `sim` as the tests have built it, with the features of everything. To build it alone would build most

@@ -29,12 +29,21 @@ const COMMANDS: [(&str, &str, &str); 6] = [
     ("cargo xtask chaos --scenario S48", "S48", "1 h"),
 ];
 
-/// What a run of the simulation left.
+/// What a run of the simulation left, or several that add up to one.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Simulated {
     started: u64,
     commit: String,
     command: String,
+    /// Its first seed, and the options that say what a seed means. A run that does not say them is never
+    /// added to another one.
+    #[serde(default)]
+    first: Option<u64>,
+    #[serde(default)]
+    options: String,
+    /// Of so many runs.
+    #[serde(skip, default = "one")]
+    runs: u64,
     seeds: u64,
     failed: Vec<u64>,
     simulated: u64,
@@ -43,7 +52,38 @@ pub(super) struct Simulated {
     seconds: u64,
 }
 
+/// A file holds one run.
+fn one() -> u64 {
+    1
+}
+
 impl Simulated {
+    /// Returns the seed after its last one.
+    fn next(&self) -> Option<u64> {
+        self.first.map(|first| first.saturating_add(self.seeds))
+    }
+
+    /// Whether `later` has run the seeds after these, by the same programs and with the same options.
+    fn goes_on(&self, later: &Self) -> bool {
+        let same = self.commit == later.commit && self.options == later.options;
+        same && later.first.is_some() && self.next() == later.first
+    }
+
+    /// Adds a run that [goes on](Self::goes_on) with the next seeds.
+    fn append(&mut self, later: Self) {
+        self.started = self.started.min(later.started);
+        self.runs += later.runs;
+        self.seeds += later.seeds;
+        self.failed.extend(later.failed);
+        self.simulated += later.simulated;
+        self.faults += later.faults;
+        self.requests += later.requests;
+        self.seconds += later.seconds;
+        let from = self.first.filter(|first| *first != 1).map(|first| format!(" --seed {first}"));
+        let (seeds, from) = (self.seeds, from.unwrap_or_default());
+        self.command = format!("cargo xtask sim --seeds {seeds}{from}{}", self.options);
+    }
+
     /// The run in a few words.
     fn words(&self) -> String {
         let Self { started, commit, seeds, failed, .. } = self;
@@ -55,7 +95,23 @@ impl Simulated {
     }
 }
 
-/// Reads the results of the simulation in a folder, in the order in which they began.
+/// Adds up runs that go on with the seeds of each other, whichever ran first. A seed that ran twice is in two
+/// rows, and counts once in each.
+fn add_up(mut all: Vec<Simulated>) -> Vec<Simulated> {
+    all.sort_by_key(|one| (one.first, one.started));
+    let mut sums: Vec<Simulated> = Vec::new();
+    for one in all {
+        match sums.iter_mut().find(|sum| sum.goes_on(&one)) {
+            Some(sum) => sum.append(one),
+            None => sums.push(one),
+        }
+    }
+    sums.sort_by_key(|one| one.started);
+    sums
+}
+
+/// Reads the results of the simulation in a folder, in the order in which they began. Runs of consecutive
+/// seeds are one.
 ///
 /// # Errors
 /// If one cannot be read.
@@ -72,8 +128,7 @@ pub(super) fn simulated(folder: &Path) -> Result<Vec<Simulated>> {
             all.push(one);
         }
     }
-    all.sort_by_key(|one| one.started);
-    Ok(all)
+    Ok(add_up(all))
 }
 
 /// Writes both tables.
@@ -115,12 +170,14 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
         out,
         "\n## Simulation\n\nThe same router, registry, tables and gossip over a simulated network and clock, where a seed \
          decides everything. `cargo xtask ci` runs 50 seeds; `cargo xtask sim --seeds 10000` as many as it says, and \
-         `--report target/chaos` keeps the result for this page. A seed that fails prints the command that repeats it.\n\n\
-         | run | command | commit | seeds | failed | simulated | faults | requests | took |\n\
-         | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+         `--report target/chaos` keeps the result for this page. A seed that fails prints the command that repeats it. \
+         Runs of one commit that go on with the seeds of each other are one row.\n\n\
+         | run | command | commit | runs | seeds | failed | simulated | faults | requests | took |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     for one in simulated {
-        let Simulated { started, commit, command, seeds, failed, simulated, faults, requests, seconds } = one;
+        let Simulated { started, commit, command, runs, failed, simulated, faults, requests, .. } = one;
+        let (seeds, seconds) = (one.seeds, one.seconds);
         let named: Vec<String> = failed.iter().take(NAMED).map(u64::to_string).collect();
         let failed = match failed.len() {
             0 => "0".to_owned(),
@@ -128,7 +185,7 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
         };
         let _ = writeln!(
             out,
-            "| {} | `{command}` | {commit} | {seeds} | {failed} | {simulated} s | {faults} | {requests} | {seconds} s |",
+            "| {} | `{command}` | {commit} | {runs} | {seeds} | {failed} | {simulated} s | {faults} | {requests} | {seconds} s |",
             date(*started)
         );
     }
@@ -166,8 +223,50 @@ mod tests {
             out.contains("| 2 h | was not run to its end; the last run: 1970-01-01, commit def, 9 seeds"),
             "{out}"
         );
-        assert!(out.contains("`cargo xtask sim --seeds 9` | def | 9 | **1**: seeds 4 | 90 s"), "{out}");
+        assert!(out.contains("`cargo xtask sim --seeds 9` | def | 1 | 9 | **1**: seeds 4 | 90 s"), "{out}");
         std::fs::write(folder.path().join("simulation-6.json"), "{").unwrap();
         assert!(super::simulated(folder.path()).is_err(), "it is not left out silently");
+    }
+
+    #[test]
+    fn runs_of_consecutive_seeds_are_one() {
+        let run = |started, commit: &str, first, seeds, failed: &[u64], options: &str| Simulated {
+            started,
+            commit: commit.to_owned(),
+            command: "as it was".to_owned(),
+            first,
+            options: options.to_owned(),
+            runs: 1,
+            seeds,
+            failed: failed.to_vec(),
+            simulated: 10 * seeds,
+            faults: 2,
+            requests: 3,
+            seconds: 4,
+        };
+        let sums = add_up(vec![
+            run(9, "a", Some(1), 500, &[], ""),
+            // The second half began first.
+            run(5, "a", Some(501), 500, &[777], ""),
+            run(12, "a", Some(1001), 500, &[], ""),
+            // Again the same seeds, another program, other options, a gap, and one that says nothing.
+            run(13, "a", Some(501), 500, &[], ""),
+            run(14, "b", Some(1501), 500, &[], ""),
+            run(15, "a", Some(1501), 500, &[], " --agents 200"),
+            run(16, "a", Some(1502), 500, &[], ""),
+            run(17, "a", None, 500, &[], ""),
+        ]);
+        let seeds: Vec<u64> = sums.iter().map(|sum| sum.seeds).collect();
+        assert_eq!(seeds, [1500, 500, 500, 500, 500, 500], "{sums:#?}");
+        let sum = &sums[0];
+        assert_eq!((sum.started, sum.runs, &*sum.failed), (5, 3, &[777][..]));
+        assert_eq!((sum.simulated, sum.faults, sum.requests, sum.seconds), (15_000, 6, 9, 12));
+        assert_eq!(sum.command, "cargo xtask sim --seeds 1500");
+        assert!(sums[1..].iter().all(|one| one.command == "as it was" && one.runs == 1));
+        let later = add_up(vec![
+            run(1, "a", Some(3), 2, &[], " --rate 5"),
+            run(2, "a", Some(5), 1, &[], " --rate 5"),
+        ]);
+        assert_eq!(later[0].command, "cargo xtask sim --seeds 3 --seed 3 --rate 5");
     }
 }
