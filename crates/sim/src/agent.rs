@@ -165,14 +165,13 @@ impl Agent {
             tokio::select! {
                 biased;
                 byte = control.read_u8() => match byte {
-                    Ok(_) if is_leaving => {}
                     Ok(PING) => {
                         heard = Instant::now();
                         if control.write_all(&[PING]).await.is_err() {
                             return true;
                         }
                     }
-                    Ok(LEAVES) => {
+                    Ok(LEAVES) if !is_leaving => {
                         is_leaving = true;
                         // If the agent is busy, the end of the connection tells it the same.
                         let _ = told.try_send(replica);
@@ -181,7 +180,7 @@ impl Agent {
                 },
                 Some(_) = tunnels.join_next() => {}
                 () = pool.changed.notified() => {}
-                () = sleep_until(heard + SILENCE), if !is_leaving => return true,
+                () = sleep_until(heard + SILENCE) => return true,
             }
             if is_leaving && tunnels.is_empty() {
                 return true;

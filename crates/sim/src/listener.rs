@@ -80,6 +80,26 @@ async fn is_set(flag: &mut watch::Receiver<bool>) {
     drop(flag.wait_for(|flag| *flag).await);
 }
 
+/// Pings an agent until it does not answer.
+async fn keep(stream: &mut Stream) {
+    let (mut due, mut asked) = (Instant::now() + INTERVAL, false);
+    loop {
+        tokio::select! {
+            biased;
+            answer = stream.read_u8() => match answer {
+                Ok(_) => (due, asked) = (Instant::now() + INTERVAL, false),
+                Err(_) => return,
+            },
+            () = sleep_until(due) => {
+                if asked || stream.write_all(&[PING]).await.is_err() {
+                    return;
+                }
+                (due, asked) = (Instant::now() + WITHIN, true);
+            }
+        }
+    }
+}
+
 /// The agent listener of one replica.
 pub(crate) struct AgentListener {
     pub(crate) replica: String,
@@ -154,41 +174,24 @@ impl AgentListener {
         self.registry.transport_opened(agent);
         self.open.lock().insert(key, Arc::clone(&open));
         let lease = self.lease(hello, agent);
+        let mut leaving = self.leaving.subscribe();
         if stream.write_all(&[ACCEPTED]).await.is_ok() {
-            self.keep(&mut stream).await;
+            tokio::select! {
+                biased;
+                () = is_set(&mut leaving) => {}
+                () = keep(&mut stream) => {}
+            }
         }
         drop(lease);
         if *self.leaving.borrow() {
             // The configuration stream has ended, and the connection stays for its requests.
-            let _ = stream.write_all(&[LEAVES]).await;
-            let mut rest = Vec::new();
-            let _ = stream.read_to_end(&mut rest).await;
+            if stream.write_all(&[LEAVES]).await.is_ok() {
+                keep(&mut stream).await;
+            }
         }
         self.open.lock().remove(&key);
         open.over.send_replace(true);
         self.registry.transport_closed(agent, hello.connection);
-    }
-
-    /// Pings the agent until it does not answer, or this replica leaves.
-    async fn keep(&self, stream: &mut Stream) {
-        let mut leaving = self.leaving.subscribe();
-        let (mut due, mut asked) = (Instant::now() + INTERVAL, false);
-        loop {
-            tokio::select! {
-                biased;
-                () = is_set(&mut leaving) => return,
-                answer = stream.read_u8() => match answer {
-                    Ok(_) => (due, asked) = (Instant::now() + INTERVAL, false),
-                    Err(_) => return,
-                },
-                () = sleep_until(due) => {
-                    if asked || stream.write_all(&[PING]).await.is_err() {
-                        return;
-                    }
-                    (due, asked) = (Instant::now() + WITHIN, true);
-                }
-            }
-        }
     }
 
     async fn tunnel(&self, stream: Stream, hello: Hello, agent: AgentId) {

@@ -119,6 +119,8 @@ pub(crate) struct Simulation {
     /// How long a replica that leaves stays away, and the number of the fault.
     leaving: BTreeMap<usize, (Micros, usize)>,
     lasting: Vec<Lasting>,
+    /// Replicas that can find no others now, with the number of that in the history.
+    blind: BTreeMap<usize, usize>,
     /// The agents run here.
     outside: Host,
     agents: Vec<AgentId>,
@@ -183,6 +185,7 @@ impl Simulation {
             resumed: BTreeMap::new(),
             leaving: BTreeMap::new(),
             lasting: Vec::new(),
+            blind: BTreeMap::new(),
             outside,
             agents,
             orders,
@@ -447,7 +450,27 @@ impl Simulation {
         self.apply_rules();
     }
 
-    fn apply_rules(&self) {
+    /// Notes who can find no other replica that it has lost: discovery fails, and gossip too.
+    fn note_blind(&mut self) {
+        let is_udp_cut = self.lasting.iter().any(|fault| fault.links.iter().any(|(.., rule)| rule.udp_cut));
+        let lost = self.lasting.iter().filter_map(|fault| fault.discovery);
+        let blind: BTreeSet<usize> = lost.filter(|_| is_udp_cut).collect();
+        let name = |replica: usize| replica::name(replica::host(replica));
+        let seen: Vec<usize> =
+            self.blind.keys().copied().filter(|replica| !blind.contains(replica)).collect();
+        for number in seen.iter().filter_map(|replica| self.blind.remove(replica)) {
+            self.world.recorder.mended(number);
+        }
+        for replica in blind {
+            let pairs = (0..self.options.replicas).map(|other| (name(other), name(replica))).collect();
+            let what = format!("{} can find no other replica", name(replica));
+            let fault = history::Fault { from: self.now, to: None, what, effect: Effect::Cut(pairs) };
+            self.blind.entry(replica).or_insert_with(|| self.world.recorder.fault(fault));
+        }
+    }
+
+    fn apply_rules(&mut self) {
+        self.note_blind();
         let mut rules = Rules::default();
         let held = self.lasting.iter().filter(|fault| fault.holds(self.now));
         for (from, to, rule) in held.flat_map(|fault| &fault.links) {
@@ -554,6 +577,7 @@ impl Simulation {
                 let number = self.note("discovery lost", what, false, Effect::None);
                 let (until, discovery) = (self.now + time, Some(replica));
                 self.lasting.push(Lasting { until, flaps: None, number, links: Vec::new(), discovery });
+                self.apply_rules();
             }
             Fault::Move { agent } => {
                 // A full queue: it has enough to do.
