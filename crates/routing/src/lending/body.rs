@@ -11,7 +11,6 @@ use bytes::{Bytes, BytesMut};
 use grpc::{BoxError, Code, Outcome, Status};
 use http::HeaderMap;
 use http_body::{Body, Frame};
-use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 use traces::Span;
 use tunnel::{
@@ -27,6 +26,7 @@ use crate::{
     long::LongRequest,
     metrics::RequestMetrics,
     registry::{Acquired, Borrower, Gone, Grant, TunnelLease},
+    sync::Mutex,
 };
 
 /// How long one stream may renew its lease. The credential is checked only when the stream begins, and a link

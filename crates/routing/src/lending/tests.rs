@@ -2,6 +2,7 @@
 //! the agent. The order of each test decides, not time. The streams between them are pipes.
 
 mod needs;
+mod schedules;
 mod withdrawn;
 
 use std::{pin::Pin, sync::Weak, task::Waker};
