@@ -83,6 +83,22 @@ pub struct Application {
     pub by: BTreeSet<Teller>,
 }
 
+impl Told {
+    /// Returns it with texts that can be shown; `None`: it has no name that could be one.
+    fn plain(self) -> Option<Self> {
+        let Self { by, namespace, instance, name, version, status } = self;
+        let told = Self {
+            by,
+            namespace: kept(namespace),
+            instance: kept(instance),
+            name: kept(name),
+            version: kept(version),
+            status: kept(status),
+        };
+        (!told.instance.is_empty()).then_some(told)
+    }
+}
+
 /// Merges what objects tell. Returns the applications by namespace and instance, and whether there were more
 /// than [`MOST_APPLICATIONS`].
 pub fn merge(mut told: Vec<Told>) -> (Vec<Application>, bool) {
@@ -124,12 +140,14 @@ pub fn of_labels(inventory: &Inventory) -> Vec<Told> {
         let label = |key: &str| workload.labels.get(key).cloned().unwrap_or_default();
         let instance = label(INSTANCE);
         if !instance.is_empty() {
-            // One with a version goes before one without.
-            let version = label(VERSION);
-            told.insert((workload.namespace.clone(), instance, version.is_empty(), version, label(NAME)));
+            // One with a version goes before one without, then the one that has given the instance its name: the
+            // chart cert-manager has a cainjector, too.
+            let (version, name) = (label(VERSION), label(NAME));
+            let key = (version.is_empty(), version, name != instance, name);
+            told.insert((workload.namespace.clone(), instance, key));
         }
     }
-    let one = |(namespace, instance, _, version, name)| Told {
+    let one = |(namespace, instance, (_, version, _, name))| Told {
         by: Teller::Labels,
         namespace,
         instance,
@@ -137,7 +155,7 @@ pub fn of_labels(inventory: &Inventory) -> Vec<Told> {
         version,
         status: String::new(),
     };
-    told.into_iter().map(one).collect()
+    told.into_iter().map(one).filter_map(Told::plain).collect()
 }
 
 /// Returns what the metadata of Helm's Secrets tells: each is a revision of a release, and only the last of
@@ -161,7 +179,11 @@ pub fn of_helm<'a>(secrets: impl IntoIterator<Item = (&'a str, Labels)>) -> Vec<
         status: format!("{status}, revision {revision}"),
     };
     // Helm keeps what was uninstalled, if it is told to.
-    last.into_iter().filter(|(_, (_, status))| status != "uninstalled").map(one).collect()
+    last.into_iter()
+        .filter(|(_, (_, status))| status != "uninstalled")
+        .map(one)
+        .filter_map(Told::plain)
+        .collect()
 }
 
 /// The kinds of objects that are read for applications.
@@ -340,9 +362,9 @@ struct Health {
 pub fn page(kind: Kind, bytes: &[u8]) -> Result<Page, Unreadable> {
     // An array would pass as a list without fields.
     if bytes.trim_ascii_start().first() != Some(&b'{') {
-        return Err(Unreadable("it is not a JSON object".to_owned()));
+        return Err(Unreadable::new("it is not a JSON object"));
     }
-    let list: RawList = serde_json::from_slice(bytes).map_err(|error| Unreadable(error.to_string()))?;
+    let list: RawList = serde_json::from_slice(bytes).map_err(|error| Unreadable::new(&error.to_string()))?;
     let told = list.items.into_iter().filter_map(|item| told(kind, item));
     Ok(Page { told: told.collect(), next: list.metadata.next })
 }
@@ -419,16 +441,7 @@ fn told(kind: Kind, item: RawItem) -> Option<Told> {
             }
         }
     };
-    let Told { by, namespace, instance, name, version, status } = told;
-    let told = Told {
-        by,
-        namespace: kept(namespace),
-        instance: kept(instance),
-        name: kept(name),
-        version: kept(version),
-        status: kept(status),
-    };
-    (!told.instance.is_empty()).then_some(told)
+    told.plain()
 }
 
 /// Returns the first text that is not empty.
@@ -469,9 +482,18 @@ fn kept(text: String) -> String {
 /// For fuzzing: a list of any kind. No panic, and what is kept is short.
 #[cfg(feature = "fuzzing")]
 pub fn fuzz(bytes: &[u8]) {
-    let _ = crate::inventory::groups(bytes);
+    let is_short = |error: &Unreadable| error.to_string().len() < 4 * 1_024;
+    if let Err(error) = crate::inventory::groups(bytes) {
+        assert!(is_short(&error), "{error}");
+    }
     for kind in Kind::ALL {
-        let Ok(page) = page(kind, bytes) else { continue };
+        let page = match page(kind, bytes) {
+            Ok(page) => page,
+            Err(error) => {
+                assert!(is_short(&error), "{error}");
+                continue;
+            }
+        };
         let count = page.told.len();
         for told in &page.told {
             assert!(told.instance.len() <= LONGEST && !told.instance.is_empty());

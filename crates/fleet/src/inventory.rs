@@ -11,6 +11,9 @@ const LONGEST_NAME: usize = 253;
 /// The most images of a workload.
 const MOST_IMAGES: usize = 50;
 
+/// The longest reason why an answer cannot be read, in characters.
+const LONGEST_REASON: usize = 512;
+
 /// Labels of an object.
 pub type Labels = BTreeMap<String, String>;
 
@@ -132,12 +135,12 @@ pub fn groups(bytes: &[u8]) -> Result<BTreeMap<String, String>, Unreadable> {
         #[serde(default)]
         version: String,
     }
-    let list: List = serde_json::from_slice(bytes).map_err(|error| Unreadable(error.to_string()))?;
+    let list: List = serde_json::from_slice(bytes).map_err(|error| Unreadable::new(&error.to_string()))?;
     if list.kind != "APIGroupList" {
-        return Err(Unreadable("it is no APIGroupList".to_owned()));
+        return Err(Unreadable::new("it is no APIGroupList"));
     }
     if list.groups.len() > MOST_GROUPS {
-        return Err(Unreadable(format!("{} API groups; at most {MOST_GROUPS}", list.groups.len())));
+        return Err(Unreadable::new(&format!("{} API groups; at most {MOST_GROUPS}", list.groups.len())));
     }
     let fits = |text: &str| text.len() <= LONGEST_NAME;
     let groups = list.groups.into_iter().filter(|group| fits(&group.name) && fits(&group.preferred.version));
@@ -147,7 +150,14 @@ pub fn groups(bytes: &[u8]) -> Result<BTreeMap<String, String>, Unreadable> {
 /// Why an answer of an API server cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the API server's answer cannot be read: {0}")]
-pub struct Unreadable(pub(crate) String);
+pub struct Unreadable(String);
+
+impl Unreadable {
+    pub(crate) fn new(why: &str) -> Self {
+        // What is wrong may be in it, and that may be long.
+        Self(why.chars().take(LONGEST_REASON).collect())
+    }
+}
 
 #[cfg(test)]
 mod tests {

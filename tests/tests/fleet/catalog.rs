@@ -276,7 +276,7 @@ async fn components_and_applications_of_a_cluster() -> Result<()> {
         "web/web-podinfo podinfo@6.7.1 flux",
         "shop/shop shop@0a1b2c argo",
         "db/cache @ ",
-        "cert-manager/cert-manager cert-manager@v1.16.3 labels",
+        "cert-manager/cert-manager cert-manager@v1.21.2 labels",
     ] {
         ensure!(all.iter().any(|it| it == application), "{application} of {all:#?}");
     }
@@ -302,7 +302,7 @@ async fn components_and_applications_of_a_cluster() -> Result<()> {
     let request = ListComponentsRequest { agents: "all".to_owned(), namespaces: Vec::new() };
     let answer: ListComponentsResponse = caller.unary("/kas.api.v1.KasApi/ListComponents", &request).await?;
     let istio = answer.agents[0].components.iter().find(|it| it.name == "istio").context("it is kept")?;
-    assert_eq!((&*istio.version, &*istio.namespace), ("1.24.2", "istio-system"));
+    assert_eq!((&*istio.version, &*istio.namespace), ("1.29.0", "istio-system"));
     assert_eq!((answer.agents.len(), answer.unanswered.len()), (2, 0));
     let request = ListApplicationsRequest { agents: "id=1".to_owned(), namespaces: vec!["db".to_owned()] };
     let answer: ListApplicationsResponse =

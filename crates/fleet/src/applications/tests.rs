@@ -171,6 +171,16 @@ fn labels_of_workloads_name_applications() {
             ),
             workload("b", "app.kubernetes.io/instance=shop,app.kubernetes.io/name=web"),
             workload("b", "app=other"),
+            workload(
+                "c",
+                "app.kubernetes.io/instance=tls,app.kubernetes.io/name=injector,app.kubernetes.io/version=1",
+            ),
+            workload(
+                "c",
+                "app.kubernetes.io/instance=tls,app.kubernetes.io/name=tls,app.kubernetes.io/version=1",
+            ),
+            workload("c", "app.kubernetes.io/instance=,app.kubernetes.io/name=nothing"),
+            workload("c", "app.kubernetes.io/instance=\u{7}"),
         ],
         ..Inventory::default()
     };
@@ -179,7 +189,7 @@ fn labels_of_workloads_name_applications() {
         .iter()
         .map(|it| format!("{}/{} {} {}", it.namespace, it.instance, it.name, it.version))
         .collect();
-    assert_eq!(found, ["a/shop web 2", "b/shop web "]);
+    assert_eq!(found, ["a/shop web 2", "b/shop web ", "c/tls tls 1"]);
 }
 
 #[test]
