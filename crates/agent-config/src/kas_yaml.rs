@@ -157,7 +157,8 @@ fn prometheus(section: &mut Section<'_, '_>) -> Option<Prometheus> {
     if service.is_none() && !section.is_refused("service") {
         section.refuse("service", expected);
     }
-    if !is_prefix(&prefix) {
+    let trimmed = prefix.trim_end_matches('/');
+    if !is_prefix(trimmed) || prefix.ends_with("//") {
         section.refuse("prefix", "a path such as /prometheus, of letters, digits, -, _ and .");
     }
     let scope = match scope.as_deref().map(Scope::parse) {
@@ -168,15 +169,14 @@ fn prometheus(section: &mut Section<'_, '_>) -> Option<Prometheus> {
             None
         }
     };
-    let prefix = prefix.trim_end_matches('/').to_owned();
-    Some(Prometheus { service: service?, prefix, scope })
+    Some(Prometheus { service: service?, prefix: trimmed.to_owned(), scope })
 }
 
-/// Whether a text can be what the paths of a server begin with.
-fn is_prefix(text: &str) -> bool {
+/// Whether a text can be what the paths of a server begin with: [`Prometheus::prefix`].
+pub fn is_prefix(text: &str) -> bool {
     let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'/' | b'-' | b'_' | b'.');
     text.len() <= LONGEST_PREFIX
-        && (text.is_empty() || text.starts_with('/'))
+        && (text.is_empty() || text.starts_with('/') && !text.ends_with('/'))
         && text.bytes().all(is_inner)
         && !text.split('/').any(|part| matches!(part, "." | ".."))
         && !text.contains("//")

@@ -28,6 +28,8 @@ use routing::router::{AgentRequest, Answering, ChosenAgentk, RouteTrace, Router}
 use tokio::time::Instant;
 use tunnel::{features::Features, kas_end::Head};
 
+#[cfg(feature = "fuzzing")]
+pub use self::service::fuzz;
 pub use self::{
     budget::{Budget, Held},
     cluster::{Cluster, ClusterSettings, Watching},

@@ -133,6 +133,38 @@ fn refusal(body: &[u8]) -> Option<String> {
     (status.kind == "Status" && status.api_version == "v1").then_some(status.message)
 }
 
+/// For fuzzing: headers and body of an answer, by an empty line between them, as a refusal and as a success. No
+/// panic, nothing of the connection goes on, and the API server's refusal is not longer than the answer.
+#[cfg(feature = "fuzzing")]
+pub fn fuzz(bytes: &[u8]) {
+    use proto::gitlab::agent::prototool::{HttpResponse, Values};
+
+    let (head, body) = match bytes.windows(2).position(|pair| pair == b"\n\n") {
+        Some(at) => bytes.split_at(at),
+        None => (&b""[..], bytes),
+    };
+    let body = Bytes::copy_from_slice(body);
+    let mut answer = HttpResponse::default();
+    for line in String::from_utf8_lossy(head).lines().take(200) {
+        let (name, value) = line.split_once(':').unwrap_or((line, ""));
+        let values: &mut Values = answer.header.entry(name.to_owned()).or_default();
+        values.value.push(value.trim().to_owned());
+    }
+    for code in [200, 403, 503, 99, -1] {
+        let response = Response { status: code, head: answer.clone(), body: body.clone() };
+        let Ok(read) = answered(&response) else {
+            assert!(code < 200, "{code} is a status");
+            continue;
+        };
+        assert!(read.headers.keys().all(|name| !is_hop_by_hop(name.as_str())), "{:?}", read.headers);
+        for name in ["location", "set-cookie", "content-length"] {
+            assert!(!read.headers.contains_key(name), "{:?}", read.headers);
+        }
+        assert!(read.refused.is_none() || code >= 400);
+        assert!(read.refused.is_none_or(|text| text.len() <= body.len() * 3));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proto::gitlab::agent::prototool::{HttpResponse, Values};

@@ -1,4 +1,4 @@
-//! Questions to many Prometheus servers, and their answers.
+//! Questions to many Prometheus servers, and answers of clusters, their servers and other replicas.
 
 use promql::{AgentLabels, Answer, Plan, Room, Scope, Selection, Times, lists};
 
@@ -75,10 +75,11 @@ pub fn prometheus_answers(bytes: &[u8]) {
     }
 }
 
-/// Answers of API servers about API groups and applications, cells of their tables, and answers of components
-/// about their versions. No panic, and what is kept is short.
+/// Answers of API servers about API groups, applications, workloads, Services and Helm's Secrets, cells of their
+/// tables, and answers of components about their versions. No panic, and what is kept is short.
 pub fn catalog_answers(bytes: &[u8]) {
     ::fleet::applications::fuzz(bytes);
+    kas::fleet::fuzz_catalog(bytes);
     let probe = ::fleet::components::Probe { path: "/v".to_owned(), pointer: "/data/version".to_owned() };
     if let Some(version) = probe.version(bytes) {
         assert!(version.len() <= 128 && version.bytes().all(|byte| byte.is_ascii_graphic()));
@@ -86,4 +87,25 @@ pub fn catalog_answers(bytes: &[u8]) {
     if let Ok(rules) = serde_json::from_slice(bytes) {
         let _ = ::fleet::components::Rules::read(rules);
     }
+}
+
+/// A client's question: its path, its query, and a form in its body, each in a line; also a time and a step. No
+/// panic, it goes on as it came, and a narrowed question has the scope.
+pub fn prometheus_questions(bytes: &[u8]) {
+    kas::fleet::fuzz_prometheus(bytes);
+}
+
+/// What another replica tells of files of agents. No panic, and no server is asked without its scope.
+pub fn kas_yaml_answers(bytes: &[u8]) {
+    kas::fuzz_agent_files(bytes);
+}
+
+/// Answers in which API servers refuse something, wherever they are read, and answers of Services by their
+/// proxy. No panic, what is shown is short, and no header of the connection goes on.
+pub fn api_answers(bytes: &[u8]) {
+    cluster_call::fuzz(bytes);
+    kas::hooks::fuzz_answer(bytes);
+    kas::pods::fuzz(bytes);
+    let message = ::views::table::message(bytes);
+    assert!(message.len() <= 1_024 + '…'.len_utf8(), "{} bytes", message.len());
 }

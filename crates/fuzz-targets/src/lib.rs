@@ -23,7 +23,9 @@ use kas_config::Environment;
 
 pub use self::{
     direct::owner_requests,
-    fleet::{catalog_answers, prometheus_answers, promql},
+    fleet::{
+        api_answers, catalog_answers, kas_yaml_answers, prometheus_answers, prometheus_questions, promql,
+    },
     hooks::{hook_requests, mailbox_messages},
     http2::{caller_metadata, request_bodies, upgrade, websocket},
     repositories::{globs, inventory_keys, manifests},
@@ -36,8 +38,9 @@ pub use self::{
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const ALL: [Target; 29] = [
+pub const ALL: [Target; 32] = [
     ("answer_metadata", answer_metadata),
+    ("api_answers", api_answers),
     ("catalog_answers", catalog_answers),
     ("caller_metadata", caller_metadata),
     ("credentials", credentials),
@@ -51,12 +54,14 @@ pub const ALL: [Target; 29] = [
     ("http_envelopes", http_envelopes),
     ("inventory_keys", inventory_keys),
     ("jwt", jwt),
+    ("kas_yaml_answers", kas_yaml_answers),
     ("kubernetes_requests", kubernetes_requests),
     ("mailbox_messages", mailbox_messages),
     ("manifests", manifests),
     ("owner_requests", owner_requests),
     ("private_messages", private_messages),
     ("prometheus_answers", prometheus_answers),
+    ("prometheus_questions", prometheus_questions),
     ("promql", promql),
     ("redis_values", redis_values),
     ("request_bodies", request_bodies),

@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use agent_config::{KasState, NotKnown, kas_yaml::Prometheus};
+use agent_config::{
+    KasState, NotKnown,
+    kas_yaml::{Prometheus, is_prefix},
+};
 use async_trait::async_trait;
 use cluster::Tracker;
 use futures_util::{StreamExt as _, stream};
@@ -295,6 +298,9 @@ fn from_wire(told: KasYamlOfAgent, replica: &ReplicaId) -> Result<AgentFile, Unk
     let prometheus = told.prometheus.map(|prometheus| {
         let PrometheusService { service, prefix, scope } = prometheus;
         let service = service.parse().map_err(|error| format!("prometheus.service: {error}"))?;
+        if !is_prefix(&prefix) {
+            return Err("prometheus.prefix: it is no path without a slash at its end".to_owned());
+        }
         let scope = match scope.as_str() {
             "" => None,
             scope => Some(Scope::parse(scope).map_err(|error| format!("prometheus.match: {error}"))?),
@@ -315,6 +321,37 @@ fn from_wire(told: KasYamlOfAgent, replica: &ReplicaId) -> Result<AgentFile, Unk
         namespaces: told.namespaces.into_iter().collect(),
         flaw,
     })
+}
+
+/// For fuzzing: an answer of another replica. No panic; a server whose address, prefix or scope cannot be read is
+/// not asked, and what is read is the same at the next replica.
+#[cfg(feature = "fuzzing")]
+pub fn fuzz(bytes: &[u8]) {
+    use prost::Message as _;
+    let Ok(answer) = KasYamlResponse::decode(bytes) else { return };
+    let replica = ReplicaId::new("r1");
+    for told in answer.files {
+        let Ok(agent) = AgentId::new(told.agent_id) else { continue };
+        let server = told.prometheus.clone();
+        let Ok(file) = from_wire(told, &replica) else { continue };
+        if let Some(server) = server {
+            match &file.prometheus {
+                Some(read) => {
+                    assert_eq!(read.scope.is_some(), !server.scope.is_empty(), "a scope is in force");
+                    assert!(
+                        read.prefix.is_empty() || read.prefix.starts_with('/') && !read.prefix.ends_with('/')
+                    );
+                    assert!(
+                        !read.prefix.split('/').any(|part| matches!(part, "." | "..")),
+                        "{}",
+                        read.prefix
+                    );
+                }
+                None => assert!(file.flaw.is_some(), "it is told why there is no server"),
+            }
+        }
+        assert_eq!(from_wire(to_wire(agent, file.clone()), &replica).as_ref(), Ok(&file));
+    }
 }
 
 /// Answers other replicas: only what this one knows.
@@ -410,5 +447,18 @@ prometheus: {service: m/https:prom:9090, prefix: /p, match: '{ns="shop"}'}
         let told = KasYamlOfAgent { agent_id: 7, prometheus: Some(prometheus), ..Default::default() };
         let read = from_wire(told, &replica()).unwrap();
         assert!(read.prometheus.is_none() && read.flaw.unwrap().contains("prometheus.match"));
+        for prefix in ["p", "/p/", "/../x", "/a?b", "//"] {
+            let prometheus = PrometheusService {
+                service: "a/b:1".to_owned(),
+                prefix: prefix.to_owned(),
+                ..Default::default()
+            };
+            let told = KasYamlOfAgent { agent_id: 7, prometheus: Some(prometheus), ..Default::default() };
+            let read = from_wire(told, &replica()).unwrap();
+            assert!(
+                read.prometheus.is_none() && read.flaw.unwrap().contains("prometheus.prefix"),
+                "{prefix}"
+            );
+        }
     }
 }

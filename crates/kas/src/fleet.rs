@@ -29,6 +29,8 @@ use self::{
     catalog::Wanted,
     select::{SelectError, Selected, Want, Who},
 };
+#[cfg(feature = "fuzzing")]
+pub use self::{catalog::fuzz as fuzz_catalog, prometheus::fuzzing::fuzz as fuzz_prometheus};
 use crate::{agent_files::AgentFiles, directory::AgentDirectory};
 
 /// How long a request may wait for a tunnel of an agent that is said to be connected.

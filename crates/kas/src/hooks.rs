@@ -11,10 +11,10 @@ mod secrets;
 mod verify;
 
 pub use self::query::HookQueries;
+#[cfg(feature = "fuzzing")]
+pub use self::{deliver::fuzz as fuzz_answer, listener::fuzz as fuzz_request, verify::fuzz as fuzz_verify};
 pub(crate) use self::{
     deliver::{Delivering, Receivers},
     desk::{Desk, Parts},
     listener::HookListener,
 };
-#[cfg(feature = "fuzzing")]
-pub use self::{listener::fuzz as fuzz_request, verify::fuzz as fuzz_verify};

@@ -26,3 +26,6 @@ pub mod sinks;
 pub mod sync;
 mod timestamp;
 pub mod views;
+
+#[cfg(feature = "fuzzing")]
+pub use self::agent_files::fuzz as fuzz_agent_files;

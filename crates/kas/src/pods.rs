@@ -190,7 +190,9 @@ async fn page(
     };
     match status {
         200 => serde_json::from_slice(&body).map_err(|error| {
-            Status::new(Code::Internal, format!("the API server's list of pods cannot be read: {error}")).into()
+            // What is wrong may be in it, and that may be long.
+            let text = format!("the API server's list of pods cannot be read: {:.512}", error.to_string());
+            Status::new(Code::Internal, text).into()
         }),
         410 => Err(PageError::Expired),
         400 | 422 => Err(Status::new(Code::InvalidArgument, message()).into()),

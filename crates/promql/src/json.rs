@@ -10,8 +10,12 @@ use serde_json::value::RawValue;
 
 use crate::AnswerError;
 
+/// The longest reason why an answer is none of Prometheus, in characters.
+const LONGEST_REASON: usize = 512;
+
 pub(crate) fn invalid(error: impl fmt::Display) -> AnswerError {
-    AnswerError::Invalid(error.to_string())
+    // What is wrong may be in it, and that may be long.
+    AnswerError::Invalid(error.to_string().chars().take(LONGEST_REASON).collect())
 }
 
 /// Gives each element of an array to `take`, which ends the reading with an error.

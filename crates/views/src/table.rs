@@ -142,7 +142,8 @@ pub struct Unreadable(String);
 
 impl Unreadable {
     fn new(why: impl Into<String>) -> Self {
-        Self(why.into())
+        // What is wrong may be in it, and that may be long.
+        Self(cut(why.into(), LONGEST_MESSAGE))
     }
 }
 

@@ -30,6 +30,8 @@ use routing::router::Router;
 use tokio::time::Instant;
 
 pub(crate) use self::answer::AgentCatalog;
+#[cfg(feature = "fuzzing")]
+pub use self::read::fuzz;
 use self::{
     kept::{Kept, Weigh},
     read::Reader,

@@ -1,6 +1,8 @@
 //! The HTTP API of Prometheus: that of the server of one agent, and of all selected ones as if they were one.
 
 mod form;
+#[cfg(feature = "fuzzing")]
+pub(super) mod fuzzing;
 mod many;
 mod one;
 mod reply;

@@ -98,9 +98,25 @@ async fn send(cluster: &Cluster, hook: &Hook, message: &Message, attempt: u32) -
         Way::Annotate(annotate) => {
             let answer = cluster.send(patch(annotate, message)?).await?;
             let status = u16::try_from(answer.status).unwrap_or_default();
-            let read = serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
-            let why = read.as_ref().filter(|it| it["kind"] == "Status").and_then(|it| it["message"].as_str());
-            Ok(judge(status, why, "of the API server"))
+            Ok(judge(status, refusal(&answer.body).as_deref(), "of the API server"))
+        }
+    }
+}
+
+/// Returns the message of a `Status` of Kubernetes.
+fn refusal(body: &[u8]) -> Option<String> {
+    let read: serde_json::Value = serde_json::from_slice(body).ok()?;
+    (read["kind"] == "Status").then(|| read["message"].as_str().map(str::to_owned))?
+}
+
+/// For fuzzing: an answer of an API server to the patch of a hook. No panic, and the reason is short.
+#[cfg(feature = "fuzzing")]
+pub fn fuzz(bytes: &[u8]) {
+    for status in [200, 403, 503] {
+        if let Sent::Again(why) | Sent::Dead(why) =
+            judge(status, refusal(bytes).as_deref(), "of the API server")
+        {
+            assert!(why.chars().count() <= REASON + 5, "{why}");
         }
     }
 }

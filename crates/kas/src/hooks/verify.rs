@@ -175,6 +175,33 @@ pub fn fuzz(bytes: &[u8]) {
         assert!(passed.iter().all(|(name, _)| &**name != "authorization" && is_kept(name)));
     }
     let _ = sent.repetition("a");
+    signed(body);
+}
+
+/// A body that its sender has signed is accepted, and neither another one nor another secret.
+#[cfg(feature = "fuzzing")]
+fn signed(body: &[u8]) {
+    let secret = b"a secret of a test";
+    let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
+    let hex: String = hmac::sign(&key, body).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    let github: Header = ("x-hub-signature-256".into(), format!("sha256={hex}").into());
+    let standard = hmac::sign(&key, &[b"1.0.", body].concat());
+    let standard: [Header; 3] = [
+        ("webhook-id".into(), bytes::Bytes::from_static(b"1")),
+        ("webhook-timestamp".into(), bytes::Bytes::from_static(b"0")),
+        ("webhook-signature".into(), format!("v1,{}", BASE64_STANDARD.encode(standard)).into()),
+    ];
+    let other = [body, b"."].concat();
+    let encoded = BASE64_STANDARD.encode(secret);
+    for (verify, secret, headers) in [
+        (Verify::Github("a".to_owned()), &secret[..], &[github][..]),
+        (Verify::Standard("a".to_owned()), encoded.as_bytes(), &standard[..]),
+    ] {
+        let of =
+            |body, secret| Sent { headers, body, key: "" }.is_verified(&verify, Some(secret), Duration::ZERO);
+        assert!(of(body, secret), "{verify:?}: what is signed is accepted");
+        assert!(!of(&other, secret) && !of(body, b"bm90aGluZw=="), "{verify:?}");
+    }
 }
 
 #[cfg(test)]

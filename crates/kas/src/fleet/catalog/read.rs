@@ -350,6 +350,41 @@ fn workloads<'p>(resource: &str, page: &'p Page) -> impl Iterator<Item = Workloa
     })
 }
 
+/// For fuzzing: a page of workloads, of Services, or of Helm's Secrets. No panic; every component is one of the
+/// rules in a namespace of the page, its texts are short, and its Service is one.
+#[cfg(feature = "fuzzing")]
+pub fn fuzz(bytes: &[u8]) {
+    let are_plain = |told: &[Told], most: usize| {
+        let is_plain = |text: &str| text.len() <= 253 && !text.contains(char::is_control);
+        let all = told.iter().flat_map(|told| [&told.instance, &told.name, &told.version, &told.status]);
+        assert!(told.len() <= most && all.into_iter().all(|text| is_plain(text)), "{told:?}");
+        assert!(told.iter().all(|told| !told.instance.is_empty()), "{told:?}");
+    };
+    static RULES: std::sync::LazyLock<Rules> =
+        std::sync::LazyLock::new(|| super::rules(&[]).unwrap_or_default());
+    if let Ok(page) = table::page(Form::Table, bytes) {
+        let inventory = Inventory {
+            workloads: workloads("deployments.apps", &page).collect(),
+            services: of_services(&page).collect(),
+            ..Inventory::default()
+        };
+        let found = RULES.find(&inventory);
+        for component in &found.components {
+            assert!(page.rows.iter().any(|row| row.namespace == component.namespace), "{component:?}");
+            assert!(component.version.len() <= 128 && component.workloads.len() <= 20, "{component:?}");
+            let service = component.service.parse::<::fleet::ServiceAddress>();
+            assert!(component.service.is_empty() || service.is_ok(), "{component:?}");
+        }
+        assert!(found.probes.iter().all(|(index, _)| *index < found.components.len()));
+        let told = applications::of_labels(&inventory);
+        are_plain(&told, page.rows.len());
+    }
+    if let Ok(page) = table::page(Form::Metadata, bytes) {
+        let secrets = page.rows.iter().map(|row| (row.namespace.as_str(), inventory::labels(&row.labels)));
+        are_plain(&applications::of_helm(secrets), page.rows.len());
+    }
+}
+
 fn of_services(page: &Page) -> impl Iterator<Item = Service> + use<'_> {
     let (address, ports) = (column(page, "Cluster-IP"), column(page, "Port(s)"));
     page.rows.iter().map(move |row| {

@@ -46,7 +46,7 @@ impl Form {
         Self::of(query, body).map_err(|text| Reply::error(StatusCode::BAD_REQUEST, &text))
     }
 
-    fn of(query: &[u8], body: &[u8]) -> Result<Self, String> {
+    pub(super) fn of(query: &[u8], body: &[u8]) -> Result<Self, String> {
         let pairs: Vec<(Cow<'_, str>, Cow<'_, str>)> =
             parse(query).chain(parse(body)).take(MOST + 1).collect();
         if pairs.len() > MOST {

@@ -106,6 +106,27 @@ fn duration(text: &str) -> Option<i64> {
     Some(sum)
 }
 
+/// For fuzzing: a time, and a step. No panic; a time is the same when it is written as seconds, and a step is
+/// above 0 and counts each part of a duration.
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzz(text: &str) {
+    if let Ok(time) = moment("time", text) {
+        assert!(time.abs() <= 1_000_000_000_000_000, "{time}");
+        let seconds =
+            format!("{}{}.{:03}", if time < 0 { "-" } else { "" }, time.abs() / 1_000, time.abs() % 1_000);
+        let again = moment("time", &seconds);
+        assert!(again.as_ref().is_ok_and(|again| time.abs_diff(*again) <= 1), "{text}: {time}, {again:?}");
+    }
+    if let Ok(step) = step(text) {
+        assert!(step > 0, "{text}");
+    }
+    if let Some(milliseconds) = duration(text)
+        && let Some(longer) = duration(&format!("{text}1s"))
+    {
+        assert_eq!(longer, milliseconds + 1_000, "{text}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

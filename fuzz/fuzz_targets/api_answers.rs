@@ -1,0 +1,6 @@
+//! See `fuzz_targets::api_answers`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| fuzz_targets::api_answers(bytes));
