@@ -248,11 +248,13 @@ async fn network_policies_let_only_replicas_reach_gossip_and_the_private_api() -
         let kubernetes: &[(u64, &str)] = if is_on { &[(8154, "TCP")] } else { &[] };
         let is_on = case.values["hooks"]["enabled"] == true;
         let hooks: &[(u64, &str)] = if is_on { &[(8156, "TCP")] } else { &[] };
+        let is_on = case.values["direct"]["enabled"] == true;
+        let direct: &[(u64, &str)] = if is_on { &[(8157, "TCP")] } else { &[] };
         let private: &[(u64, &str)] =
             if is_gossip { &[(8155, "TCP"), (8155, "UDP")] } else { &[(8155, "TCP")] };
         assert_eq!(
             ports,
-            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], kubernetes, private, hooks].concat(),
+            [&[(8150, "TCP"), (8151, "TCP"), (8153, "TCP")], kubernetes, private, hooks, direct].concat(),
             "{}",
             case.name
         );
@@ -460,7 +462,8 @@ fn materialize(objects: &[Value], dir: &Path) -> Result<PathBuf> {
                 files.insert(key.clone(), value.as_str().context("text")?.into());
             }
         } else if volume.get("configMap").or(volume.get("secret")).is_some() {
-            let secrets = ["secret", "next", "old", "new", "kas_shared_secret", "redis-password"];
+            let secrets =
+                ["secret", "next", "old", "new", "kas_shared_secret", "redis-password", "token", "bearer"];
             for file in secrets.into_iter().chain([
                 "tls.key",
                 "tls.crt",
@@ -508,6 +511,8 @@ async fn kas_accepts_each_rendered_configuration() -> Result<()> {
             "certificates everywhere" => 0..=0,
             // Its file also has the endpoint for kubectl.
             "a file of GitLab's kas 14.1" => 4..=4,
+            // And this one the listener for proxies.
+            "direct routes for the API alone" => 4..=4,
             _ => 2..=3,
         };
         assert!(listeners.contains(&plain.len()), "{}: {plain:?}", case.name);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::tools::{helm_one, here, output, render, text, yaml};
 
 /// Returns folders, each with the equivalent chart and values.
-fn pairs() -> [(&'static str, &'static str, Value); 9] {
+fn pairs() -> [(&'static str, &'static str, Value); 11] {
     let secrets = json!({
         "secrets": { "api": { "existingSecret": "kas-api" }, "privateApi": { "existingSecret": "kas-private-api" } },
         "agents": { "existingSecret": "kas-agents" },
@@ -27,6 +27,18 @@ fn pairs() -> [(&'static str, &'static str, Value); 9] {
     hooks["hooks"] =
         json!({ "enabled": true, "secrets": [{ "agent": 7, "existingSecret": "kas-hooks-of-7" }] });
     hooks["tls"] = json!({ "hooks": { "existingSecret": "kas-hooks-tls" } });
+    let mut direct = secrets.clone();
+    direct["direct"] = json!({ "enabled": true, "existingSecret": "kas-direct" });
+    let mut sinks = secrets.clone();
+    sinks["sinks"] = json!({ "deny": ["10.0.0.0/8"], "targets": [
+        {
+            "name": "archive",
+            "agents": "all",
+            "news": ["agents", "syncs"],
+            "webhook": { "url": "https://news.example.com/kas", "existingSecret": "kas-news" },
+        },
+        { "name": "log", "agents": "env=prod", "news": ["events"], "log": true },
+    ] });
     let mut files = secrets.clone();
     files["agents"]["configurations"] =
         json!({ "demo": { "observability": { "logging": { "level": "info" } } } });
@@ -45,10 +57,12 @@ fn pairs() -> [(&'static str, &'static str, Value); 9] {
     [
         ("kas/base", "kas", secrets),
         ("kas/overlays/agent-files", "kas", files),
+        ("kas/overlays/direct", "kas", direct),
         ("kas/overlays/gitlab", "kas", gitlab),
         ("kas/overlays/hooks", "kas", hooks),
         ("kas/overlays/ingress", "kas", ingress),
         ("kas/overlays/redis", "kas", redis),
+        ("kas/overlays/sinks", "kas", sinks),
         ("agentk/base", "agentk", agentk("read-pods")),
         ("agentk/overlays/read-only", "agentk", agentk("read-only")),
         ("agentk/overlays/no-rights", "agentk", agentk("none")),

@@ -79,6 +79,31 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether kas uses Redis: for the tracker, or for a sink. Empty: no. */}}
+{{- define "kas.usesRedis" -}}
+{{- if eq .Values.tracker "redis" -}}
+true
+{{- else -}}
+{{- range .Values.sinks.targets }}{{ if .redis }}true{{ end }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A sink as kas reads it: with files instead of the objects that hold them. */}}
+{{- define "kas.sink" -}}
+{{- $sink := deepCopy . -}}
+{{- with $sink.webhook -}}
+{{- $webhook := omit . "existingSecret" "key" "caConfigMap" -}}
+{{- if .existingSecret -}}
+{{- $_ := set $webhook "token_file" (printf "/etc/kas/sinks/%s/token/%s" $sink.name (.key | default "token")) -}}
+{{- end -}}
+{{- if .caConfigMap -}}
+{{- $_ := set $webhook "ca_certificate_file" (printf "/etc/kas/sinks/%s/ca/ca.crt" $sink.name) -}}
+{{- end -}}
+{{- $_ := set $sink "webhook" $webhook -}}
+{{- end -}}
+{{- toJson $sink -}}
+{{- end -}}
+
 {{/* The data of a Secret that the chart creates: its present data, or new secrets. */}}
 {{- define "kas.madeSecret" -}}
 {{- $there := (lookup "v1" "Secret" .root.Release.Namespace .name) | default dict -}}
@@ -193,7 +218,36 @@ hooks:
   secrets_dir: /etc/kas/hook-secrets
   {{- end }}
 {{- end }}
-{{- if eq .Values.tracker "redis" }}
+{{- if .Values.direct.enabled }}
+direct:
+  listen:
+    network: tcp
+    address: ":8157"
+    {{- if .Values.tls.direct.existingSecret }}
+    certificate_file: /etc/kas/tls/direct/tls.crt
+    key_file: /etc/kas/tls/direct/tls.key
+    {{- else }}
+    certificate_file: ""
+    key_file: ""
+    {{- end }}
+  authentication_secret_file: /etc/kas/secrets/direct/{{ .Values.direct.key }}
+{{- end }}
+{{- if or .Values.sinks.targets .Values.sinks.deny .Values.sinks.allow }}
+sinks:
+  {{- with .Values.sinks.deny }}
+  deny: {{ . | toJson }}
+  {{- end }}
+  {{- with .Values.sinks.allow }}
+  allow: {{ . | toJson }}
+  {{- end }}
+  {{- with .Values.sinks.targets }}
+  targets:
+    {{- range . }}
+    - {{ include "kas.sink" . }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- if include "kas.usesRedis" . }}
 {{- if or .Values.redis.address .Values.redis.existingSecret }}
 redis:
   {{- with .Values.redis.address }}
@@ -204,7 +258,8 @@ redis:
   password_file: /etc/kas/secrets/redis/{{ .Values.redis.key }}
   {{- end }}
 {{- end }}
-{{- else }}
+{{- end }}
+{{- if ne .Values.tracker "redis" }}
 discovery:
   kubernetes:
     service: {{ include "kas.fullname" . }}-peers
@@ -320,8 +375,11 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- if and (eq .Values.tracker "redis") (not .Values.redis.address) (not $elsewhere) -}}
 {{- fail "tracker: redis needs redis.address, such as redis.example.com:6379, or config.redis with sentinel or cluster" -}}
 {{- end -}}
-{{- if and (ne .Values.tracker "redis") (or .Values.redis.address .Values.redis.existingSecret) -}}
-{{- fail "redis.address and redis.existingSecret are for tracker: redis" -}}
+{{- if and (ne .Values.tracker "redis") (include "kas.usesRedis" .) (not .Values.redis.address) (not $elsewhere) -}}
+{{- fail "sinks.targets has a sink with redis: it needs redis.address, such as redis.example.com:6379, or config.redis with sentinel or cluster" -}}
+{{- end -}}
+{{- if and (not (include "kas.usesRedis" .)) (or .Values.redis.address .Values.redis.existingSecret) -}}
+{{- fail "redis.address and redis.existingSecret are for tracker: redis, and for sinks with redis" -}}
 {{- end -}}
 {{- if and .Values.redis.address (or (hasKey $redis "sentinel") (hasKey $redis "cluster")) -}}
 {{- fail "redis.address is one server, and config.redis names sentinel or cluster: leave one of them out" -}}
@@ -342,6 +400,19 @@ Takes a list: the value config, the chart's own keys, the path so far.
 {{- fail (printf "hooks.secrets has agent %s twice: put all of its secrets into one Secret" $agent) -}}
 {{- end -}}
 {{- $_ := set $agents $agent true -}}
+{{- end -}}
+{{- if and .Values.direct.enabled (not .Values.direct.existingSecret) -}}
+{{- fail "direct.enabled needs direct.existingSecret, the Secret with what proxies send" -}}
+{{- end -}}
+{{- if and (not .Values.direct.enabled) .Values.direct.existingSecret -}}
+{{- fail "direct.existingSecret has no effect without direct.enabled" -}}
+{{- end -}}
+{{- $sinks := dict -}}
+{{- range .Values.sinks.targets -}}
+{{- if hasKey $sinks .name -}}
+{{- fail (printf "sinks.targets has %s twice: each sink has a name of its own" .name) -}}
+{{- end -}}
+{{- $_ := set $sinks .name true -}}
 {{- end -}}
 {{- if and (not .Values.hooks.enabled) .Values.hooks.secrets -}}
 {{- fail "hooks.secrets has no effect without hooks.enabled" -}}
