@@ -133,8 +133,8 @@ fn refusal(body: &[u8]) -> Option<String> {
     (status.kind == "Status" && status.api_version == "v1").then_some(status.message)
 }
 
-/// For fuzzing: headers and body of an answer, by an empty line between them, as a refusal and as a success. No
-/// panic, nothing of the connection goes on, and the API server's refusal is not longer than the answer.
+/// For fuzzing: headers and body of an answer, by an empty line between them, as a refusal and as a success.
+/// No panic, nothing of the connection goes on, and the API server's refusal is not longer than the answer.
 #[cfg(feature = "fuzzing")]
 pub fn fuzz(bytes: &[u8]) {
     use proto::gitlab::agent::prototool::{HttpResponse, Values};

@@ -140,8 +140,8 @@ pub fn of_labels(inventory: &Inventory) -> Vec<Told> {
         let label = |key: &str| workload.labels.get(key).cloned().unwrap_or_default();
         let instance = label(INSTANCE);
         if !instance.is_empty() {
-            // One with a version goes before one without, then the one that has given the instance its name: the
-            // chart cert-manager has a cainjector, too.
+            // One with a version goes before one without, then the one that has given the instance its name:
+            // the chart cert-manager has a cainjector, too.
             let (version, name) = (label(VERSION), label(NAME));
             let key = (version.is_empty(), version, name != instance, name);
             told.insert((workload.namespace.clone(), instance, key));

@@ -75,8 +75,8 @@ pub fn prometheus_answers(bytes: &[u8]) {
     }
 }
 
-/// Answers of API servers about API groups, applications, workloads, Services and Helm's Secrets, cells of their
-/// tables, and answers of components about their versions. No panic, and what is kept is short.
+/// Answers of API servers about API groups, applications, workloads, Services and Helm's Secrets, cells of
+/// their tables, and answers of components about their versions. No panic, and what is kept is short.
 pub fn catalog_answers(bytes: &[u8]) {
     ::fleet::applications::fuzz(bytes);
     kas::fleet::fuzz_catalog(bytes);
@@ -89,8 +89,8 @@ pub fn catalog_answers(bytes: &[u8]) {
     }
 }
 
-/// A client's question: its path, its query, and a form in its body, each in a line; also a time and a step. No
-/// panic, it goes on as it came, and a narrowed question has the scope.
+/// A client's question: its path, its query, and a form in its body, each in a line; also a time and a step.
+/// No panic, it goes on as it came, and a narrowed question has the scope.
 pub fn prometheus_questions(bytes: &[u8]) {
     kas::fleet::fuzz_prometheus(bytes);
 }

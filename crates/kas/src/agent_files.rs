@@ -323,8 +323,8 @@ fn from_wire(told: KasYamlOfAgent, replica: &ReplicaId) -> Result<AgentFile, Unk
     })
 }
 
-/// For fuzzing: an answer of another replica. No panic; a server whose address, prefix or scope cannot be read is
-/// not asked, and what is read is the same at the next replica.
+/// For fuzzing: an answer of another replica. No panic; a server whose address, prefix or scope cannot be
+/// read is not asked, and what is read is the same at the next replica.
 #[cfg(feature = "fuzzing")]
 pub fn fuzz(bytes: &[u8]) {
     use prost::Message as _;

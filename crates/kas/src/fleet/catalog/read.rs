@@ -350,8 +350,8 @@ fn workloads<'p>(resource: &str, page: &'p Page) -> impl Iterator<Item = Workloa
     })
 }
 
-/// For fuzzing: a page of workloads, of Services, or of Helm's Secrets. No panic; every component is one of the
-/// rules in a namespace of the page, its texts are short, and its Service is one.
+/// For fuzzing: a page of workloads, of Services, or of Helm's Secrets. No panic; every component is one of
+/// the rules in a namespace of the page, its texts are short, and its Service is one.
 #[cfg(feature = "fuzzing")]
 pub fn fuzz(bytes: &[u8]) {
     let are_plain = |told: &[Told], most: usize| {

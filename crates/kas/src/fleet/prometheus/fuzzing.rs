@@ -12,8 +12,8 @@ use super::{
     times,
 };
 
-/// A question: the first line is its path, the second one its query, and the rest is its body; also a time and
-/// a step alone. No panic; what goes on is what came, times are fixed once and bounded, and a narrowed
+/// A question: the first line is its path, the second one its query, and the rest is its body; also a time
+/// and a step alone. No panic; what goes on is what came, times are fixed once and bounded, and a narrowed
 /// question has the scope.
 pub fn fuzz(bytes: &[u8]) {
     let mut parts = bytes.splitn(3, |byte| *byte == b'\n');
