@@ -75,7 +75,7 @@ pub(crate) struct ChaosArgs {
     /// busy machine
     #[arg(long)]
     pub(crate) no_gates: bool,
-    /// How long faults go on in S02 and S30 (default: 10) and S48 (default: 60)
+    /// How long faults go on in S02 (default: 10), S30 (default: 20) and S48 (default: 60)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1440))]
     pub(crate) minutes: Option<u64>,
     /// How often all replicas are restarted in turn in S09. Default: 20; in the quick form: 1
@@ -106,6 +106,9 @@ pub(crate) struct SwarmArgs {
     /// Addresses of kas, as of `--kas-address` of agentk
     #[arg(long)]
     pub(crate) kas: String,
+    /// The authority that has signed the certificates of those with grpcs://
+    #[arg(long)]
+    pub(crate) ca: Option<PathBuf>,
     /// The first agent
     #[arg(long)]
     pub(crate) first: i64,

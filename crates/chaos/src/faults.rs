@@ -5,6 +5,7 @@ pub(crate) mod certificates;
 pub(crate) mod clock;
 pub(crate) mod cluster;
 pub(crate) mod dns;
+pub(crate) mod forged;
 pub(crate) mod manifests;
 pub(crate) mod outside;
 pub(crate) mod packets;

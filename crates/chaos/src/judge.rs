@@ -1,5 +1,7 @@
 //! Rates and counts of a whole history that scenarios assert.
 
+pub(crate) mod sides;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use history::{History, Kind, Micros, Outcome, Request, SECOND};
@@ -8,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use crate::{
     clock::millis,
     measure::{
-        CALM_FAILED, Measured, NOT_UNKNOWN, Row, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_LOCAL,
-        T_UNBLOCK_REMOTE, UNTOLD,
+        CALM_FAILED, Measured, NOT_UNKNOWN, Row, SUCCESS_ALL, SUCCESS_IDEMPOTENT, T_UNBLOCK_EACH,
+        T_UNBLOCK_LOCAL, T_UNBLOCK_REMOTE, UNTOLD,
     },
 };
 
@@ -62,46 +64,56 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
     let failed = f64::from(totals.not_started + totals.other);
     let idempotent = one(&SUCCESS_IDEMPOTENT, totals.success_idempotent());
     match id {
-        "S03" | "S05" | "S10" | "S14" | "S15" | "S29" | "S49" | "S51" | "S55" | "S57" => {
+        "S03" | "S05" | "S07" | "S10" | "S11" | "S12" | "S13" | "S14" | "S15" | "S16" | "S17" | "S21"
+        | "S21b" | "S24" | "S29" | "S44" | "S49" | "S51" | "S55" | "S57" => {
             vec![one(&NOT_UNKNOWN, Some(failed)), idempotent]
         }
         "S18" => {
             let mut remote = Measured::new(&T_UNBLOCK_REMOTE);
             let times = unblocked(history).into_iter().filter(|(is_local, _)| !is_local);
-            remote.values.extend(times.map(|(_, time)| millis(time)));
+            remote.values.extend(times.filter_map(|(_, times)| times.first().copied()).map(millis));
             vec![one(&SUCCESS_ALL, totals.success()), remote]
         }
         "S19" | "S20" | "S22" | "S23" | "S28" | "S34" | "S40" | "S41" | "S41b" | "S42" | "S43" | "S45"
         | "S50" | "S53" | "S54" => {
             vec![one(&SUCCESS_ALL, totals.success())]
         }
-        "S21" | "S21b" | "S24" | "S44" => vec![one(&NOT_UNKNOWN, Some(failed)), idempotent],
         "S25" => {
             let (mut local, mut remote) = (Measured::new(&T_UNBLOCK_LOCAL), Measured::new(&T_UNBLOCK_REMOTE));
-            for (is_local, time) in unblocked(history) {
-                if is_local { &mut local } else { &mut remote }.values.push(millis(time));
+            let mut each = Measured::new(&T_UNBLOCK_EACH);
+            for (is_local, times) in unblocked(history) {
+                let first = if is_local { &mut local } else { &mut remote };
+                first.values.extend(times.first().copied().map(millis));
+                each.values.extend(times.into_iter().map(millis));
             }
-            vec![local, remote]
+            vec![local, remote, each]
         }
         _ => Vec::new(),
     }
 }
 
-/// For each request that waited: whether the agent connected to the replica that it waited on, which is the
-/// first in the order of names, and the time from the agent's first tunnel to its start.
-fn unblocked(history: &History) -> Vec<(bool, Micros)> {
+/// For each agent that requests waited for, and each replica that they waited at: whether the agent connected
+/// to that replica, which is the first in the order of names, and the times from the agent's first tunnel to
+/// their starts, the shortest first.
+fn unblocked(history: &History) -> Vec<(bool, Vec<Micros>)> {
     let first = history.lives.iter().map(|life| &life.replica).min();
     let since: BTreeMap<i64, Micros> =
         history.presences.iter().filter(|p| p.replica.is_empty()).map(|p| (p.agent, p.from)).collect();
     let started: BTreeMap<u64, Micros> = history.runs.iter().map(|run| (run.request, run.started)).collect();
-    let waiters = history.requests.iter().filter(|request| request.kind == Kind::Waiter);
-    waiters
-        .filter_map(|request| {
-            let (started, since) = (started.get(&request.id)?, since.get(&request.agent)?);
-            let replica = request.attempts.last().map(|attempt| &attempt.replica);
-            Some((replica == first, started.saturating_sub(*since)))
-        })
-        .collect()
+    let mut times: BTreeMap<(i64, &String), Vec<Micros>> = BTreeMap::new();
+    for request in history.requests.iter().filter(|request| request.kind == Kind::Waiter) {
+        if let (Some(started), Some(since), Some(attempt)) =
+            (started.get(&request.id), since.get(&request.agent), request.attempts.last())
+        {
+            let times = times.entry((request.agent, &attempt.replica)).or_default();
+            times.push(started.saturating_sub(*since));
+        }
+    }
+    let sorted = times.into_iter().map(|((_, replica), mut times)| {
+        times.sort_unstable();
+        (Some(replica) == first, times)
+    });
+    sorted.collect()
 }
 
 /// What became of the requests of a load.
@@ -239,6 +251,45 @@ mod tests {
         };
         history.lives = vec![life(0, Some(41)), life(45, None)];
         assert_eq!(calm(&history), 1, "one of them was down until 45 s, and is forgiven until 55 s");
+    }
+
+    #[test]
+    fn the_first_of_those_that_waited_at_a_replica_tells_how_soon_they_are_released() {
+        let waited = |id, replica: &str| {
+            let mut request = Request::new(id, 7, Kind::Waiter, 0).ended(SECOND, Outcome::Ok);
+            let outcome = Outcome::Ok;
+            let replica = replica.to_owned();
+            request.attempts.push(history::Attempt { replica, begun: 0, ended: SECOND, outcome });
+            request
+        };
+        let life = |replica: &str| history::Life {
+            replica: replica.to_owned(),
+            epoch: None,
+            later: Vec::new(),
+            from: 0,
+            to: None,
+            killed: false,
+        };
+        let tunnel = history::Presence {
+            agent: 7,
+            replica: String::new(),
+            connection: None,
+            from: 1_000,
+            to: None,
+            invalid_since: None,
+        };
+        let runs = [(1, 5_000), (2, 3_000), (3, 9_000)].map(|(id, at)| history::Run::new(id, 7, at));
+        let history = History {
+            requests: vec![waited(1, "a"), waited(2, "a"), waited(3, "b"), waited(4, "b")],
+            runs: runs.into(),
+            lives: vec![life("b"), life("a")],
+            presences: vec![tunnel],
+            ..History::default()
+        };
+        assert_eq!(unblocked(&history), [(true, vec![2_000, 4_000]), (false, vec![8_000])]);
+        let [local, remote, each] = of_scenario("S25", &history).try_into().unwrap();
+        assert_eq!((local.values, remote.values), (vec![2.0], vec![8.0]));
+        assert_eq!(each.values, [2.0, 4.0, 8.0]);
     }
 
     #[test]

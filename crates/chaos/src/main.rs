@@ -226,7 +226,11 @@ async fn one(
     if let Some(replicas) = arguments.replicas {
         setup.replicas = setup.replicas.max(replicas.into());
     }
-    let default = if scenario.id == "S48" { 60 } else { 10 };
+    let default = match scenario.id {
+        "S48" => 60,
+        "S30" => 20,
+        _ => 10,
+    };
     let length = Duration::from_secs(60 * arguments.minutes.unwrap_or(default));
     let lengths = (length, arguments.restarts);
     let started = Box::pin(Run::start(&name, tracker, seed, setup, quick, lengths, &commit)).await;

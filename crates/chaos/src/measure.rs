@@ -304,6 +304,22 @@ pub(crate) const T_UNBLOCK_REMOTE: Row = times(
     "kas polls up to 1 s",
     "the agent sees its first tunnel to the start of a request that waited on another replica",
 );
+/// Of all that waited, not only of the first of each agent.
+pub(crate) const T_UNBLOCK_EACH: Row = times(
+    "T_unblock of each",
+    500.0,
+    2_000.0,
+    "",
+    "the agent sees its first tunnel to the start of each request that waited for it, 25 for each agent; an agent opens more tunnels when all are busy",
+);
+/// What a client is told of an agent that cannot be reached from there.
+pub(crate) const T_REFUSE: Row = times(
+    "T_refuse",
+    2_500.0,
+    3_000.0,
+    "",
+    "an attempt at a replica from which no replica that holds the agent can be reached, begun while the network was cut, to its end; limits.find_timeout is 2 s in these runs",
+);
 pub(crate) const T_DRAIN: Row = times(
     "T_drain",
     30_000.0,
@@ -361,6 +377,67 @@ pub(crate) const NOT_UNKNOWN: Row = counts(
     0.0,
     "requests that failed, and not because they had been started on what was struck",
 );
+/// Both sides of a cut network serve what they have.
+pub(crate) const OWN_FAILED: Row = counts(
+    "failures at the own replica",
+    "requests",
+    0.0,
+    "attempts at a replica that held the agent, begun while the network was cut, without a response",
+);
+pub(crate) const ACROSS_WRONG: Row = counts(
+    "wrong ends across a cut",
+    "requests",
+    0.0,
+    "attempts at a replica from which no replica that holds the agent can be reached, begun while the network was cut, that did not end as not started",
+);
+pub(crate) const FLAPS: Row = counts(
+    "route changes",
+    "changes/s",
+    1.0,
+    "how often in a second a replica trusts another one, or not any more, or sees other agents there: of the pair that changes most, while a link is down and up each second",
+);
+/// False deaths under a fault that lasts long enough for a rare one to show.
+pub(crate) const FP_IDLE: Row = counts(
+    "FP_idle",
+    "false deaths",
+    0.0,
+    "replicas that live and leave the list of another one, in 10 min (quick: 60 s) without load or fault",
+);
+pub(crate) const FP_CPU: Row = counts(
+    "FP_cpu",
+    "false deaths",
+    0.0,
+    "the same in 10 min (quick: 60 s) with four busy processes per core, then with a part of a core for one replica, then with a worker thread of one that stands still for 2 s",
+);
+pub(crate) const FP_LOSS: Row = Row {
+    reference: "chitchat: 0 in 30 s at 50 %, 10 nodes",
+    ..counts(
+        "FP_loss",
+        "false deaths",
+        0.0,
+        "the same in 10 min (quick: 60 s) with 30 % of UDP lost, 20 % doubled, and all of it late",
+    )
+};
+/// What a sender without the key can make a replica do.
+pub(crate) const FORGED_COST: Row = Row {
+    name: "CPU of a forged datagram",
+    unit: "us",
+    better: Better::Smaller,
+    target: 10.0,
+    gate: 250.0,
+    reference: "",
+    how: "time of processors that all replicas used while they dropped forged datagrams, less what they use at rest, by the number of those that they counted: with the kernel's part of receiving them",
+};
+/// A replica that reads slowly does not get every change one by one.
+pub(crate) const RESYNCED: Row = Row {
+    name: "snapshots to a slow replica",
+    unit: "snapshots",
+    better: Better::Larger,
+    target: 1.0,
+    gate: 1.0,
+    reference: "",
+    how: "looks at which its copy of a table is further than the link could have carried changes, one byte each, since the look before",
+};
 pub(crate) const FALSE_DEATHS: Row =
     counts("false deaths", "replicas", 0.0, "replicas that live and leave the list of another one");
 pub(crate) const UNCLEAN_WATCHES: Row =

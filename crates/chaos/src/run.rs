@@ -1,11 +1,13 @@
 //! One run of a scenario: replicas, agents, load, faults, and the history of all of it.
 
+mod agents;
 mod end;
+mod listed;
+mod routes;
 mod setup;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::Duration,
@@ -30,7 +32,7 @@ use tokio::{
 
 pub(crate) use self::{
     end::Finished,
-    setup::{Drain, Setup},
+    setup::{Drain, Setup, Tls},
 };
 use crate::{
     client::{Client, Door},
@@ -119,6 +121,8 @@ pub(crate) struct Run {
     names: HashMap<String, u64>,
     /// How many packets cuts of the network have dropped.
     dropped: u64,
+    /// The authority that has signed the certificates of listeners for agents.
+    certificates: Option<PathBuf>,
     folder: TempDir,
     begun: Instant,
 }
@@ -182,6 +186,7 @@ impl Run {
             ..mesh::Options::default()
         })
         .await?;
+        let certificates = agents::certified(&mut mesh, &setup, folder.path())?;
         let hosts = setup.replicas + AGENT_HOSTS;
         let sizes = (setup.replicas, setup.agents + setup.more_agents, hosts);
         let outside = Outside::start(&mut mesh, tracker, setup.wanted, sizes, KUBERNETES, seed).await?;
@@ -240,6 +245,7 @@ impl Run {
             swarms: Vec::new(),
             names: HashMap::new(),
             dropped: 0,
+            certificates,
             folder,
             begun: Instant::now(),
         };
@@ -313,100 +319,6 @@ impl Run {
             life.to = life.to.or(Some(clock::now()));
             life.killed = killed;
         }
-    }
-
-    // Agents.
-
-    /// Starts a swarm: agents (first, count, those with an API server, connections), only at this replica, on
-    /// this host for agents. Returns its number, and does not wait until it is connected.
-    pub(crate) async fn swarm(
-        &mut self,
-        plan: (i64, i64, i64, usize),
-        only: Option<usize>,
-        host: usize,
-    ) -> Result<usize> {
-        let replicas = only.map_or_else(|| (0..self.setup.replicas).collect(), |only| vec![only]);
-        self.swarm_among(plan, &replicas, host).await
-    }
-
-    /// As [`swarm`](Self::swarm), with the replicas that its agents know.
-    pub(crate) async fn swarm_among(
-        &mut self,
-        plan: (i64, i64, i64, usize),
-        replicas: &[usize],
-        host: usize,
-    ) -> Result<usize> {
-        let addresses = replicas.iter().map(|n| {
-            let wire = self.outside.doorways.get(*n).map(|wires| wires.agents.address());
-            wire.unwrap_or_else(|| self.mesh.agents(*n))
-        });
-        self.swarm_at(plan, addresses.collect(), host).await
-    }
-
-    /// As [`swarm`](Self::swarm), at these listeners for agents.
-    pub(crate) async fn swarm_at(
-        &mut self,
-        (first, count, clusters, connections): (i64, i64, i64, usize),
-        addresses: Vec<SocketAddr>,
-        host: usize,
-    ) -> Result<usize> {
-        let addresses: Vec<String> = addresses.iter().map(|at| format!("grpc://{at}")).collect();
-        let number = self.swarms.len();
-        let history = self.folder.path().join(format!("swarm-{number}.jsonl"));
-        let mut arguments = vec![
-            "swarm".to_owned(),
-            format!("--kas={}", addresses.join(",")),
-            format!("--first={first}"),
-            format!("--count={count}"),
-            format!("--clusters={}", first + clusters),
-            format!("--connections={connections}"),
-            format!("--work={}", self.setup.work),
-            format!("--forbidden={}", self.folder.path().join("forbidden").display()),
-            format!("--history={}", history.display()),
-        ];
-        if let Some(fleet) = &self.outside.fleet {
-            arguments.push(format!("--hangs={}", fleet.file().display()));
-        }
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let program = std::env::current_exe()?;
-        let host = self.mesh.network().host(self.setup.replicas + host);
-        let process = Process::start_in(Some(host), "swarm", &program, &arguments, &[]).await?;
-        process
-            .logged("that it has started", |line| (line["message"] == "the swarm has started").then_some(()))
-            .await?;
-        self.swarms.push(Some(Swarm { process, history }));
-        Ok(number)
-    }
-
-    /// Waits until each agent of a swarm has a tunnel.
-    pub(crate) async fn connected(&self, swarm: usize) -> Result<()> {
-        let swarm = self.swarms[swarm].as_ref().context("the swarm runs")?;
-        let connected =
-            |line: &serde_json::Value| (line["message"] == "the swarm is connected").then_some(());
-        swarm.process.logged("that it is connected", connected).await
-    }
-
-    /// Shuts a swarm down, and takes what its agents recorded.
-    pub(crate) async fn end_swarm(&mut self, swarm: usize) -> Result<()> {
-        let swarm = self.swarms[swarm].take().context("the swarm runs")?;
-        let recorded = end::ended(swarm).await?;
-        end::add(&mut self.history.lock(), &mut self.names, recorded);
-        Ok(())
-    }
-
-    /// Returns the agents among the watched ones whose only replica is this one, and those that have another
-    /// one too.
-    pub(crate) fn held_by(&self, n: usize) -> (BTreeSet<i64>, BTreeSet<i64>) {
-        let last = self.observer.last.lock();
-        let name = self.name(n);
-        let own = last.get(&name).map(|(_, seen)| seen.own.clone()).unwrap_or_default();
-        let elsewhere: BTreeSet<i64> = last
-            .iter()
-            .filter(|(other, _)| **other != name)
-            .flat_map(|(_, (_, seen))| &seen.own)
-            .copied()
-            .collect();
-        (own.difference(&elsewhere).copied().collect(), own.intersection(&elsewhere).copied().collect())
     }
 
     // Load.
@@ -755,8 +667,13 @@ impl Run {
                     return Ok(Err(format!("{name} sees {:?} and {own:?} is true", seen.agents)));
                 }
             }
-            if own.values().any(BTreeSet::is_empty) {
-                return Ok(Err("an agent is nowhere".to_owned()));
+            // While only replica 0 runs, agents that do not know it are nowhere.
+            let pinned = self.setup.pinned;
+            let alone = pinned > 0 && running.len() == 1;
+            let nowhere =
+                |(agent, holders): (&i64, &BTreeSet<_>)| holders.is_empty() && !(alone && *agent > pinned);
+            if let Some((agent, _)) = own.iter().find(|of| nowhere(*of)) {
+                return Ok(Err(format!("agent {agent} is nowhere")));
             }
             Ok(Ok(()))
         })

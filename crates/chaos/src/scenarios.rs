@@ -11,7 +11,9 @@ mod outside;
 mod packets;
 mod phases;
 mod planner;
+mod poison;
 mod process;
+mod processor;
 mod proxies;
 mod recovery;
 mod registry;
@@ -29,7 +31,7 @@ use serde_json::json;
 
 use crate::{
     faults::outside::Wanted,
-    run::{Drain, Run, Setup},
+    run::{Drain, Run, Setup, Tls},
 };
 
 /// A drain with another grace for upgraded connections, in seconds.
@@ -37,9 +39,24 @@ fn grace(seconds: u64) -> Drain {
     Drain { grace: Duration::from_secs(seconds), ..Drain::default() }
 }
 
+/// A setup whose replicas look for a tunnel so shortly that a client can try all of them.
+fn finds(setup: Setup) -> Setup {
+    Setup { config: json!({ "limits": { "find_timeout": network::FIND } }), ..setup }
+}
+
+/// Which replicas serve agents over TLS: every second one, unless a scenario has agents of its own that speak
+/// plain HTTP/2, or something between agents and replicas that is about the bytes of it.
+fn tls(id: &str) -> Tls {
+    match id {
+        "S21b" | "S24" | "S27" | "S28" | "S46" | "S49" | "S50" | "S52" | "S55" | "S56" => Tls::No,
+        "S31" => Tls::All,
+        _ => Tls::Odd,
+    }
+}
+
 /// Returns how a scenario is set up.
 pub(crate) fn setup(id: &str, quick: bool) -> Setup {
-    let setup = Setup::default();
+    let setup = Setup { tls: tls(id), ..Setup::default() };
     match id {
         "S02" => Setup { agents: 48, double: 24, connections: 1, ..setup },
         "S03" => Setup { connections: 1, only: Some(0), ..setup },
@@ -94,12 +111,15 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
             config: json!({ "limits": { "waiters_per_agent": limits::WAITERS, "waiters": 4 * limits::WAITERS } }),
             ..setup
         },
-        "S13" => Setup { replicas: 5, more_agents: 8, ..setup },
-        "S30" => Setup { replicas: 4, pinned: 12, ..setup },
+        "S11" | "S12" => Setup { connections: 1, double: 12, ..finds(setup) },
+        "S13" => Setup { replicas: 5, more_agents: 8, ..finds(setup) },
+        "S30" if quick => Setup { replicas: 4, pinned: 12, ..setup },
+        "S30" => Setup { replicas: 7, pinned: 12, ..setup },
         "S48" if quick => Setup { replicas: 4, agents: 200, pinned: 100, ..setup },
         "S48" => Setup { replicas: 4, agents: 2_000, pinned: 1_000, ..setup },
-        "S14" | "S15" | "S17" => Setup { replicas: 4, ..setup },
-        "S16" => Setup { replicas: 4, started: 3, ..setup },
+        "S14" | "S15" => Setup { replicas: 4, ..setup },
+        "S16" => Setup { replicas: 4, started: 3, ..finds(setup) },
+        "S17" => Setup { replicas: 4, ..finds(setup) },
         "S25" => Setup { more_agents: 40, work: 0, ..setup },
         "S22" => Setup { more_agents: 8, ..setup },
         "S27" => Setup { more_agents: 40, ..setup },
@@ -112,6 +132,7 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
 /// Performs a scenario.
 pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
     match id {
+        "S00" => processor::idle(run).await,
         "S01" => process::killed_idle(run).await,
         "S02" => kills::killed_under_load(run).await,
         "S03" => process::router_killed(run).await,
@@ -141,7 +162,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S22" => network::half_open(run).await,
         "S23" => outside::names(run).await,
         "S24" => wires::balancers(run).await,
-        "S25" => registry::waiters(run).await,
+        "S25" => registry::waiters(run, registry::WAITERS).await,
         "S26" => limits::waiter_storm(run).await,
         "S27" => registry::churn(run).await,
         "S28" => registry::moves(run).await,
@@ -153,16 +174,13 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S35" => clock::stepped(run).await,
         "S37" => upgrade::and_back(run).await,
         "S38" => limits::exhausted(run).await,
-        "S39" => {
-            process::starved(run).await?;
-            limits::throttled(run).await
-        }
+        "S39" => processor::starved(run).await,
         "S40" => outside::identity(run).await,
         "S41" => outside::redis(run).await,
         "S41b" => outside::failover(run).await,
         "S42" => outside::revoked(run).await,
         "S43" => outside::rotated(run).await,
-        "S44" => packets::poisoned(run).await,
+        "S44" => poison::poisoned(run).await,
         "S45" => strangers::without_secret(run).await,
         "S46" => limits::abused(run).await,
         "S48" => soak::soak(run).await,

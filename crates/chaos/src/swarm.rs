@@ -21,6 +21,7 @@ use history::Presence;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use hyper::body::Frame;
+use ids::{AgentId, ConnectionId};
 use process::lifecycle::Signals;
 use prometheus_client::registry::Registry;
 use proto::gitlab::agent::modshared::AgentMeta;
@@ -44,7 +45,7 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(1);
 /// How often records are handed to the system. A killed swarm loses that much.
 const FLUSH: Duration = Duration::from_millis(200);
-/// The ending of the file with the number of replicas that each agent serves.
+/// The ending of the file with the number of replicas that each agent serves, and its connection.
 const SERVED: &str = "served";
 /// Open requests may end within this after the signal.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -170,13 +171,17 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
     let addresses: KasAddresses = arguments.kas.parse()?;
     let headers = KasHeaders::new(Vec::new(), addresses.as_slice())?;
     // No proxy: kas is on a host of the run.
-    let dialer =
-        Arc::new(Dialer::new(net::tls::client(None)?, None, headers, net::proxy::Proxies::default())?);
+    let dialer = Arc::new(Dialer::new(
+        net::tls::client(arguments.ca.as_deref())?,
+        None,
+        headers,
+        net::proxy::Proxies::default(),
+    )?);
     let leave = CancellationToken::new();
     let tasks = TaskTracker::new();
     let mut agents = JoinSet::new();
     let mut servers = JoinSet::new();
-    let mut metrics = Vec::new();
+    let (mut metrics, mut connections) = (Vec::new(), Vec::new());
     let hangs = watch::Sender::default();
     let hanging = hangs.subscribe();
     if let Some(file) = arguments.hangs.clone() {
@@ -201,12 +206,15 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         let pushed = watch::Sender::new(Pushed::default());
         modules.start(&module::Context::new(pushed.subscribe(), leave.clone()), &tasks);
         let measured = Arc::new(Metrics::new(&mut Registry::default()));
+        let instance = format!("{:032x}", rand::random::<u128>());
+        let connection = ConnectionId::of_instance(AgentId::new(agent)?, instance.as_bytes());
+        connections.push((agent, connection, Arc::clone(&measured)));
         metrics.push((agent, Arc::clone(&measured)));
         let context = Arc::new(SessionContext {
             descriptor: modules.descriptor(),
             handler: Arc::new(modules),
             token: TokenFile::new(token),
-            instance: HeaderValue::try_from(format!("{:032x}", rand::random::<u128>()))?,
+            instance: HeaderValue::try_from(instance)?,
             meta: AgentMeta { version: "chaos".to_owned(), ..AgentMeta::default() },
             metrics: measured,
             max_tunnels: 500,
@@ -225,12 +233,12 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
         kas.rotate_left(1);
     }
     say("the swarm has started");
-    let first_tunnels = first_tunnels(metrics.clone(), recorder.clone());
+    let first_tunnels = first_tunnels(metrics, recorder.clone());
     let flushing = async {
         loop {
             sleep(FLUSH).await;
             recorder.flush()?;
-            write_served(&arguments.history, &metrics)?;
+            write_served(&arguments.history, &connections)?;
         }
     };
     let flushed: Result<()> = tokio::select! {
@@ -247,22 +255,36 @@ async fn swarm(arguments: &SwarmArgs) -> Result<()> {
     recorder.finish()
 }
 
-/// Writes how many replicas each agent serves, by its own knowledge.
-fn write_served(history: &Path, metrics: &[(i64, Arc<Metrics>)]) -> Result<()> {
-    let lines = metrics.iter().map(|(agent, metrics)| format!("{agent} {}\n", metrics.replicas_served.get()));
+/// What an agent knows of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Served {
+    /// How many replicas can send it requests.
+    pub(crate) replicas: usize,
+    /// The id that its connections have at every replica: it follows from the name that the process gives
+    /// itself.
+    pub(crate) connection: i64,
+}
+
+/// Writes how many replicas each agent serves, by its own knowledge, and under which id.
+fn write_served(history: &Path, agents: &[(i64, ConnectionId, Arc<Metrics>)]) -> Result<()> {
+    let lines = agents.iter().map(|(agent, connection, metrics)| {
+        format!("{agent} {} {connection}\n", metrics.replicas_served.get())
+    });
     let (path, partial) = (history.with_extension(SERVED), history.with_extension("partial"));
     std::fs::write(&partial, lines.collect::<String>())?;
     // At once, for a process that reads it.
     Ok(std::fs::rename(partial, path)?)
 }
 
-/// Reads what [`write_served`] wrote last: the number of replicas by agent.
-pub(crate) fn read_served(history: &Path) -> Result<BTreeMap<i64, usize>> {
+/// Reads what [`write_served`] wrote last, by agent.
+pub(crate) fn read_served(history: &Path) -> Result<BTreeMap<i64, Served>> {
     let path = history.with_extension(SERVED);
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let lines = text.lines().map(|line| {
-        let (agent, replicas) = line.split_once(' ').context("an agent and a number")?;
-        Ok((agent.parse()?, replicas.parse()?))
+        let mut words = line.split(' ');
+        let mut next = || words.next().context("an agent, a number and a connection");
+        let agent = next()?.parse()?;
+        Ok((agent, Served { replicas: next()?.parse()?, connection: next()?.parse()? }))
     });
     lines.collect()
 }

@@ -45,7 +45,7 @@ pub(crate) enum Need {
     Program(&'static str, &'static str),
     /// A library that steps the wall clock of a process.
     Faketime,
-    /// Control groups of version 1, for processor and memory.
+    /// Control groups of version 1, for processor and memory, and to stop single threads.
     Groups,
     /// A real Kubernetes API server, or Go, which builds it.
     ApiServer,
@@ -67,7 +67,7 @@ impl Need {
             Self::Faketime => faketime()
                 .is_none()
                 .then(|| "libfaketime is not installed: on Debian, apt-get install faketime".to_owned()),
-            Self::Groups => ["cpu", "memory"]
+            Self::Groups => ["cpu", "memory", "freezer"]
                 .into_iter()
                 .find(|kind| !Path::new(GROUPS).join(kind).join("cgroup.procs").is_file())
                 .map(|kind| format!("there is no control group of version 1 for {kind} at {GROUPS}/{kind}")),
@@ -189,6 +189,7 @@ const fn not_here(id: &'static str, what: &'static str, why: &'static str) -> Sc
 
 /// Every scenario, in order.
 pub(crate) const ALL: &[Scenario] = &[
+    row("S00", "no fault at all, and no load, for 10 min (quick: 60 s)", "FP_idle", false),
     row("S01", "SIGKILL one of three replicas, idle", "T_kill, T_purge", false),
     row(
         "S02",
@@ -210,7 +211,12 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row("S05", "SIGKILL two of three replicas", "the last one serves; T_failover", false),
     row("S06", "SIGKILL all replicas, staggered restart", "agents return; no state on disk is needed", false),
-    row("S07", "one replica is killed every 2 s", "versions do not go back, nothing is resurrected", false),
+    row(
+        "S07",
+        "one replica is killed every 2 s",
+        "versions do not go back, nothing is resurrected; failures are unknown only",
+        false,
+    ),
     row(
         "S08",
         "SIGSTOP for 0.5, 5 and 60 s (quick: 0.5 and 5 s)",
@@ -230,28 +236,45 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     )
     .slow(),
-    row("S10", "one pair of replicas is cut, both see the third", "no false death, T_heal", true),
+    row(
+        "S10",
+        "one pair of replicas is cut, both see the third",
+        "no false death; each replica serves its own agents; failures are unknown only; T_heal",
+        true,
+    ),
     row(
         "S11",
         "one replica is isolated from the others, not from agents and clients",
-        "both sides serve, T_heal",
+        "each replica serves its own agents, all of them; what would have to cross ends as not started: T_refuse; clients that try all replicas see unknown failures only; T_heal",
         true,
     ).gossip(),
     row(
         "S12",
         "one replica hears no UDP, then nothing, and the others hear it",
-        "it stays ready and serves its agents; no false death; T_heal",
+        "it stays ready; each replica serves its own agents, all of them; what would have to cross ends as not started: T_refuse; no false death; clients that try all replicas see unknown failures only; T_heal",
         false,
     ).gossip(),
-    row("S13", "five replicas split 3/2, agents move meanwhile", "T_heal", false).gossip(),
-    row("S14", "a link that is down and up each second", "T_heal", false).gossip(),
-    row("S15", "a ring of four replicas", "no false death, T_heal", false).gossip(),
-    row("S16", "a replica joins during a partition", "T_heal", false).gossip(),
-    row("S17", "two groups that only one replica sees", "no false death, T_heal", false).gossip(),
+    row("S13", "five replicas split 3/2, agents move meanwhile", "as S11", false).gossip(),
+    row(
+        "S14",
+        "a link that is down and up each second",
+        "at most one change of a route in a second and for each pair of replicas; failures are unknown only; T_heal",
+        false,
+    )
+    .gossip(),
+    row(
+        "S15",
+        "a ring of four replicas",
+        "no false death; each replica serves its own agents; failures are unknown only; T_heal",
+        false,
+    )
+    .gossip(),
+    row("S16", "a replica joins during a partition", "as S11", false).gossip(),
+    row("S17", "two groups that only one replica sees", "no false death; as S11", false).gossip(),
     row(
         "S18",
-        "UDP: 30 % lost, 20 % twice, 200 ± 100 ms late and out of order",
-        "no false death, all requests succeed, T_unblock_remote",
+        "UDP: 30 % lost, 20 % twice, 200 ± 100 ms late and out of order, for 10 min (quick: 60 s)",
+        "FP_loss, all requests succeed, T_unblock_remote",
         false,
     )
     .gossip()
@@ -299,7 +322,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S25",
-        "requests wait for absent agents, then the agents connect",
+        "1,000 requests wait for 40 absent agents, then the agents connect",
         "T_unblock_local, T_unblock_remote; each is released once",
         true,
     ),
@@ -309,7 +332,12 @@ pub(crate) const ALL: &[Scenario] = &[
         "the others run once; 32 KiB each; memory and descriptors return to within 5 %",
         false,
     ),
-    row("S27", "agents that disconnect and connect again all the time", "each replica sees all of them each time, and none after", false),
+    row(
+        "S27",
+        "agents that disconnect and connect again all the time; one that comes to two replicas and leaves them as fast as that goes, while it has a tunnel at a third one",
+        "each replica sees all of them each time, and none after; it sees the latter at the third replica all the time, and nowhere else after",
+        false,
+    ),
     row(
         "S28",
         "an agent moves from replica to replica and back within one gossip interval",
@@ -325,13 +353,13 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S30",
-        "elastic: every 10 s a random replica is stopped, killed or started",
+        "elastic: every 10 s a random replica is stopped, killed or started, for 20 min, of 1 to 7 (quick: 40 s, of 1 to 4)",
         "equal views after each step; sizes of the replica that stays are back within 5 %",
         false,
     ),
     row(
         "S31",
-        "reconnect storm: the agents of a killed replica, 300 on all (--agents)",
+        "reconnect storm: the agents of a killed replica, all of them over TLS, 300 on all replicas (--agents)",
         "T_storm",
         false,
     ),
@@ -342,8 +370,8 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S33",
-        "a replica that hears 1 KB/s of TCP, while agents come and go",
-        "requests through the others succeed, sizes return to within 5 %, T_heal",
+        "a replica that hears 1 KB/s of TCP, while a table changes 16,000 times at once, then while agents come and go",
+        "it gets a snapshot instead of the changes; the others hold no more for it than bounds; requests through them succeed, sizes return to within 5 %, T_heal",
         false,
     )
     .gossip()
@@ -378,8 +406,8 @@ pub(crate) const ALL: &[Scenario] = &[
     .needs(&[Need::Groups]),
     row(
         "S39",
-        "CPU starvation: four busy processes per core, then 20 % of a core for one replica, or less if it needs less",
-        "no false death, no request fails with the latter",
+        "CPU starvation: four busy processes per core for 10 min (quick: 60 s), then 20 % of a core for one replica, or less if it needs less, then a worker thread of each replica stands still for 2 s",
+        "FP_cpu, no request fails with the last two",
         false,
     )
     .needs(&[Need::Groups]),
@@ -417,8 +445,8 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S44",
-        "forged, changed and old datagrams, also of a replica that was killed and restarted",
-        "they are dropped, no false death, no resurrection, sizes return to within 5 %",
+        "forged, changed and old datagrams, also of a replica that was killed and restarted: of 10,000 nodes that do not exist, of another cluster, of the last generation, and zstd bombs of 64 KB",
+        "they are dropped, at the cost of some microseconds each, and leave nothing; no false death, no resurrection, sizes return to within 5 %",
         false,
     )
     .gossip()

@@ -53,6 +53,10 @@ In every scenario, each failure says whether the request may have run, and no re
 10 s after a fault, with all replicas running. An invariant that a scenario must observe and did not fails it, and
 so does a cut of the network that dropped no packet.
 
+Replicas with odd numbers serve agents over TLS, the others over plain HTTP/2; in S31 all serve over TLS, and none in
+scenarios with agents of their own, or with bad networks before agents: S21b, S24, S27, S28, S46, S49, S50, S52, S55
+and S56.
+
 `cargo xtask chaos --scenario S02 --seed N` repeats a run: the *nemesis*, which makes the faults, chooses the same,
 but processes are not scheduled in the same way. The history of a run, which the checker reads, is kept only if the run
 fails. Of a run that passes, its result, its picture and its notes are kept.

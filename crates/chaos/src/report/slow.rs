@@ -24,7 +24,7 @@ const COMMANDS: [(&str, &str, &str); 6] = [
     ("cargo xtask chaos --scenario S02", "S02", "10 min"),
     ("cargo xtask chaos --scenario S09", "S09", "30 min"),
     ("cargo xtask chaos --scenario S09G", "S09G", "12 min"),
-    ("cargo xtask chaos --scenario S30", "S30", "12 min"),
+    ("cargo xtask chaos --scenario S30", "S30", "22 min"),
     ("cargo xtask chaos --scenario S31 --agents 10000", "S31", "5 min"),
     ("cargo xtask chaos --scenario S48", "S48", "1 h"),
 ];

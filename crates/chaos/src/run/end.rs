@@ -21,13 +21,16 @@ use crate::{
     recorder::NAMES,
     sizes::metrics,
     slope::Slope,
-    swarm::read_served,
     table::Tracker,
 };
 
 /// That an agent has come or left is taken for recorded at most this late. A replica that cannot be asked for
 /// longer is paused or cut off, which the history tells.
 const LATEST: Micros = 15 * SECOND;
+
+/// The metric of the agents that a replica takes for connected: each has one stream there, whose tunnels it
+/// holds.
+const CONNECTED: &str = "kas_connected_agents";
 
 /// What a run leaves.
 pub(crate) struct Finished {
@@ -61,6 +64,7 @@ impl Run {
         // What ends with the last requests, such as tunnels that were lent.
         sleep(Duration::from_millis(1500)).await;
         self.agreed().await?;
+        self.seen_long_enough().await;
         self.observer.stop().await;
         self.compare().await?;
         if self.outside.hooks.is_some() {
@@ -134,10 +138,7 @@ impl Run {
         let end = Instant::now() + LONG;
         let wrong = loop {
             sleep(Duration::from_millis(500)).await;
-            let mut served = BTreeMap::new();
-            for swarm in self.swarms.iter().flatten() {
-                served.extend(read_served(&swarm.history)?);
-            }
+            let served = self.served()?;
             let agents: Vec<i64> = served.keys().copied().collect();
             let mut held: BTreeMap<i64, usize> = BTreeMap::new();
             for n in self.mesh.running() {
@@ -150,7 +151,7 @@ impl Run {
             }
             let wrong: Vec<String> = served
                 .iter()
-                .map(|(agent, served)| (agent, *served, held.get(agent).copied().unwrap_or_default()))
+                .map(|(agent, served)| (agent, served.replicas, held.get(agent).copied().unwrap_or_default()))
                 .filter(|(_, served, held)| served != held)
                 .map(|(agent, served, held)| format!("{agent} serves {served} and is held by {held}"))
                 .collect();
@@ -166,6 +167,19 @@ impl Run {
         Ok(())
     }
 
+    /// Waits until an agent has been at its replica for so long that every view must have it (I9), for runs
+    /// that leave none alone for that long.
+    async fn seen_long_enough(&self) {
+        let wait = {
+            let history = self.history.lock();
+            let there = |it: &&Presence| it.to.is_none() && !it.replica.is_empty();
+            let since = history.presences.iter().filter(there).map(|it| it.from).min();
+            let old = since.map(|since| since.saturating_add(history.header.bounds.missing));
+            old.map_or(0, |old| old.saturating_sub(clock::now()))
+        };
+        sleep(Duration::from_micros(wait)).await;
+    }
+
     /// Asks every replica for every agent and for its metrics, and records what is true beside it.
     async fn compare(&mut self) -> Result<()> {
         let all: Vec<i64> = (1..=self.setup.agents + self.setup.more_agents).collect();
@@ -174,6 +188,7 @@ impl Run {
         let mut holders: BTreeMap<i64, BTreeSet<String>> =
             all.iter().map(|agent| (*agent, BTreeSet::new())).collect();
         let mut held = BTreeMap::new();
+        let mut views = Vec::new();
         let begun = clock::now();
         for n in &running {
             let name = self.name(*n);
@@ -202,19 +217,25 @@ impl Run {
                 }
             }
             let live = seen.live.iter().map(|name| (name.clone(), Version { epoch: None, version: None }));
-            self.history.lock().views.push(View {
-                observer: name,
-                process,
-                at,
-                until: at,
-                live: live.collect(),
-                agents: Some(seen.agents),
-                connections: None,
-            });
+            let (live, agents) = (live.collect(), Some(seen.agents));
+            let view = View { observer: name, process, at, until: at, live, agents, connections: None };
+            views.push((*n, view));
         }
+        let somewhere = holders.iter().filter(|(_, holders)| !holders.is_empty()).map(|(agent, _)| *agent);
+        let mut listed = self.listed(&somewhere.collect()).await?;
+        for (n, mut view) in views {
+            view.connections = listed.by.remove(&n);
+            self.history.lock().views.push(view);
+        }
+        truth.connections = Some(listed.truth);
         truth.agents = Some(holders);
         truth.at = clock::now();
         for n in &running {
+            #[expect(clippy::cast_precision_loss, reason = "thousands of agents")]
+            let truth = held[n] as f64;
+            let value = self.counted(*n, CONNECTED, truth).await?;
+            let (replica, name) = (self.name(*n), CONNECTED.to_owned());
+            self.history.lock().metrics.push(Metric { at: clock::now(), replica, name, value, truth });
             let said = metrics(self.mesh.observability(*n)).await?;
             #[expect(clippy::cast_precision_loss, reason = "a few replicas and thousands of agents")]
             let true_ones = [
@@ -255,9 +276,10 @@ impl Run {
 
 /// What a run with this setup and history must have observed.
 fn required(setup: &Setup, tracker: Tracker, history: &History) -> Vec<Invariant> {
-    use Invariant::{I1, I2, I3, I4, I5, I6, I7, I8, I10, I12, I13, I15, I20, I21};
+    use Invariant::{I1, I2, I3, I4, I5, I6, I7, I8, I9, I10, I12, I13, I14, I15, I19, I20, I21};
     let asked = |kinds: &[Kind]| history.requests.iter().any(|request| kinds.contains(&request.kind));
-    let mut required = vec![I7, I8, I10, I13];
+    // Agents are watched in every run.
+    let mut required = vec![I7, I8, I9, I10, I13];
     if tracker == Tracker::Gossip {
         required.extend([I5, I15]);
     }
@@ -266,6 +288,13 @@ fn required(setup: &Setup, tracker: Tracker, history: &History) -> Vec<Invariant
         if setup.audits {
             required.extend([I3, I12]);
         }
+    }
+    if asked(&[Kind::Waiter]) {
+        required.push(I14);
+    }
+    // What agents receive is searched, and nothing else.
+    if !history.runs.is_empty() {
+        required.push(I19);
     }
     if asked(&[Kind::Upgrade]) {
         required.push(I21);
@@ -297,4 +326,26 @@ pub(super) fn add(history: &mut History, names: &mut HashMap<String, u64>, more:
     history.searches.extend(more.history.searches);
     history.deliveries.extend(more.history.deliveries);
     names.extend(more.names);
+}
+
+#[cfg(test)]
+mod tests {
+    use history::{Outcome, Request};
+
+    use super::*;
+
+    #[test]
+    fn what_a_run_can_show_it_must_have_observed() {
+        let setup = Setup { clusters: 0, audits: false, ..Setup::default() };
+        let mut history = History::default();
+        let needs = |history: &History| required(&setup, Tracker::Redis, history);
+        assert_eq!(needs(&history), [7, 8, 9, 10, 13].map(|n: usize| Invariant::ALL[n - 1]));
+        history.requests.push(Request::new(1, 1, Kind::Waiter, 0).ended(1, Outcome::Ok));
+        assert!(needs(&history).contains(&Invariant::I14));
+        assert!(!needs(&history).contains(&Invariant::I19), "nothing has reached an agent");
+        history.runs.push(history::Run::new(1, 1, 0));
+        assert!(needs(&history).contains(&Invariant::I19));
+        let gossips = required(&Setup::default(), Tracker::Gossip, &history);
+        assert!([Invariant::I5, Invariant::I15, Invariant::I20].iter().all(|it| gossips.contains(it)));
+    }
 }

@@ -42,8 +42,32 @@ pub(crate) struct Setup {
     pub(crate) one_build: bool,
     /// The audit logs of all replicas share a disk of so many KiB; `None`: there are none.
     pub(crate) audit_disk: Option<u32>,
+    /// Which replicas serve agents over TLS.
+    pub(crate) tls: Tls,
     /// What is there beside replicas and agents.
     pub(crate) wanted: Wanted,
+}
+
+/// Which replicas serve agents over TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tls {
+    /// None: agents of the scenario itself, or the wires before replicas, speak plain HTTP/2.
+    No,
+    /// Those with odd numbers.
+    Odd,
+    /// All of them.
+    All,
+}
+
+impl Tls {
+    /// Whether this replica does.
+    pub(crate) fn covers(self, n: usize) -> bool {
+        match self {
+            Self::No => false,
+            Self::Odd => n % 2 == 1,
+            Self::All => true,
+        }
+    }
 }
 
 impl Setup {
@@ -81,6 +105,7 @@ impl Default for Setup {
             clock: None,
             one_build: false,
             audit_disk: None,
+            tls: Tls::Odd,
             wanted: Wanted::default(),
         }
     }

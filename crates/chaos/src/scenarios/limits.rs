@@ -1,4 +1,4 @@
-//! Too many requests, descriptors, clients that do not read, too little memory, processor or disk.
+//! Too many requests, descriptors, clients that do not read, too little memory or disk.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -28,7 +28,7 @@ use crate::{
     client::Client,
     clock::{self, millis},
     faults::resources::{Group, limit_files},
-    measure::{FALSE_DEATHS, NOT_UNKNOWN, SLOWER, T_FAILOVER_2C, T_HEAL, T_RECOVER, TWICE},
+    measure::{NOT_UNKNOWN, SLOWER, T_FAILOVER_2C, T_HEAL, T_RECOVER, TWICE},
     run::Run,
 };
 
@@ -413,39 +413,6 @@ pub(super) async fn exhausted(run: &mut Run) -> Result<()> {
     };
     run.measure(&NOT_UNKNOWN, [f64::from(u32::try_from(others)?)]);
     Ok(())
-}
-
-/// Shares of a processor, in percent: the first that a replica uses up is kept.
-const SHARES: [u64; 4] = [20, 10, 5, 2];
-
-/// Gives a replica a part of a processor that does not suffice, while requests go on.
-pub(super) async fn throttled(run: &mut Run) -> Result<()> {
-    let all: Vec<usize> = (0..run.setup.replicas).collect();
-    let n = rand::RngExt::random_range(&mut run.rng, 0..run.setup.replicas);
-    let from = clock::now();
-    let fault = run.fault(format!("replica {n} has a part of a processor"), Effect::None);
-    let group = Group::processor(&run.mesh.kas(n).process, SHARES[0])?;
-    let mut share = SHARES[0];
-    for next in &SHARES[1..] {
-        sleep(Duration::from_secs(2)).await;
-        if group.struck()? > 0 {
-            break;
-        }
-        share = *next;
-        group.share(share)?;
-    }
-    sleep(time(run, 10, 60)).await;
-    let times = group.struck()?;
-    group.end().await?;
-    let to = clock::now();
-    run.fault_ends(fault);
-    ensure!(times > 0, "the quota was never used up: the fault did not happen");
-    run.notes.push(format!("{share} % of a processor were used up {times} times by replica {n}."));
-    let deaths = run.false_deaths(from, to, &all);
-    run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
-    run.heals(&T_HEAL).await?;
-    run.unload().await;
-    none_fails(run, "with a part of a processor", (from, to))
 }
 
 /// The 99th percentile of the times of requests that were begun in a time and succeeded, in milliseconds.

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use history::Outcome;
 use http::StatusCode;
 use proto::kas::api::v1::{ListReplicasRequest, ListReplicasResponse};
@@ -19,15 +19,44 @@ use tokio::{
 use super::{process::RATE, time};
 use crate::{
     clock::{self, millis},
-    measure::{FALSE_DEATHS, T_BLACKHOLE, T_HALFOPEN, T_HEAL, WRONG_END},
+    judge::sides::Sides,
+    measure::{
+        ACROSS_WRONG, FALSE_DEATHS, FLAPS, OWN_FAILED, T_BLACKHOLE, T_HALFOPEN, T_HEAL, T_REFUSE, WRONG_END,
+    },
     run::{Run, Way, between},
 };
+
+/// How long replicas look for a tunnel in scenarios whose clients try every replica: each try at a replica
+/// that cannot reach the agent takes that long, and all of them must fit into a deadline of 10 s.
+pub(super) const FIND: &str = "2s";
 
 /// A stream that lasts longer than the scenario that cuts it: messages, and the time between them.
 const LONG: (u64, Duration) = (900, Duration::from_millis(100));
 
-/// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals.
-async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Duration) -> Result<()> {
+/// Measures what clients got during a cut that has ended: from a replica that held the agent, everything; with
+/// `across`, from one that could reach none of those that did, that the request was not started, in time. The
+/// load must have ended.
+pub(super) fn sides(run: &mut Run, cut: usize, across: bool) -> Result<()> {
+    let Sides { own, own_failed, across: times, across_wrong, examples } =
+        Sides::of(&run.history.lock(), cut);
+    ensure!(own > 0, "no request came to a replica that held its agent while the network was cut");
+    run.measure(&OWN_FAILED, [f64::from(own_failed)]);
+    let mut words =
+        format!("While the network was cut, {own} attempts came to a replica that held the agent");
+    if across {
+        ensure!(!times.is_empty(), "no request came to a replica that could not reach its agent");
+        words += &format!(", and {} to one that could reach no replica that did", times.len());
+        run.measure(&ACROSS_WRONG, [f64::from(across_wrong)]);
+        run.measure(&T_REFUSE, times);
+    }
+    run.notes.push(format!("{words}."));
+    run.notes.extend(examples.into_iter().map(|example| format!("Wrong: {example}.")));
+    Ok(())
+}
+
+/// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals. Returns the number of
+/// the fault.
+async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Duration) -> Result<usize> {
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
     let from = clock::now();
@@ -39,15 +68,20 @@ async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Dur
         run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     }
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    Ok(fault)
 }
 
 pub(super) async fn pair(run: &mut Run) -> Result<()> {
     let lasting = time(run, 10, 30);
-    cut(run, "replicas 0 and 1 are cut", &between(&[0], &[1], Traffic::All), true, lasting).await
+    let cuts = between(&[0], &[1], Traffic::All);
+    let fault = cut(run, "replicas 0 and 1 are cut", &cuts, true, lasting).await?;
+    run.unload().await;
+    sides(run, fault, false)
 }
 
 pub(super) async fn isolated(run: &mut Run) -> Result<()> {
+    run.client.try_all();
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
     let at = clock::now();
@@ -55,10 +89,13 @@ pub(super) async fn isolated(run: &mut Run) -> Result<()> {
     run.seen_by_others(&T_BLACKHOLE, 2, at, Way::Trusted, false).await?;
     sleep(time(run, 8, 30)).await;
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    run.unload().await;
+    sides(run, fault, true)
 }
 
 pub(super) async fn deaf(run: &mut Run) -> Result<()> {
+    run.client.try_all();
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
     let from = clock::now();
@@ -75,10 +112,14 @@ pub(super) async fn deaf(run: &mut Run) -> Result<()> {
     let deaths = run.false_deaths(from, clock::now(), &[1, 2]);
     run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    run.unload().await;
+    // TCP passed, so that every replica reached every agent.
+    sides(run, fault, false)
 }
 
 pub(super) async fn split(run: &mut Run) -> Result<()> {
+    run.client.try_all();
     run.load(RATE, 0, 0);
     let (first, count) = (run.setup.agents + 1, run.setup.more_agents);
     let mut swarm = run.swarm((first, count, 0, 2), Some(0), 1).await?;
@@ -97,41 +138,55 @@ pub(super) async fn split(run: &mut Run) -> Result<()> {
     }
     run.notes.push(format!("{count} agents moved between the sides {moves} times."));
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    run.unload().await;
+    sides(run, fault, true)
 }
 
 pub(super) async fn flapping(run: &mut Run) -> Result<()> {
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;
-    let end = Instant::now() + time(run, 10, 120);
+    let (from, end) = (clock::now(), Instant::now() + time(run, 10, 120));
     while Instant::now() < end {
         let fault = run.cut("the link of replicas 0 and 1 is down", &between(&[0], &[1], Traffic::All))?;
         sleep(Duration::from_secs(1)).await;
         run.heal(fault)?;
         sleep(Duration::from_secs(1)).await;
     }
+    let (rate, most) = run.route_changes(from, clock::now()).context("no time has passed")?;
+    run.measure(&FLAPS, [rate]);
+    run.notes.push(format!("While the link was down and up, {most}."));
     run.heals(&T_HEAL).await
 }
 
 pub(super) async fn ring(run: &mut Run) -> Result<()> {
     let cuts = [between(&[0], &[2], Traffic::All), between(&[1], &[3], Traffic::All)].concat();
     let lasting = time(run, 10, 30);
-    cut(run, "a ring of 0, 1, 2, 3", &cuts, true, lasting).await
+    let fault = cut(run, "a ring of 0, 1, 2, 3", &cuts, true, lasting).await?;
+    run.unload().await;
+    sides(run, fault, false)
 }
 
 pub(super) async fn bridge(run: &mut Run) -> Result<()> {
     let lasting = time(run, 10, 30);
-    cut(run, "0, 1 | 3, and 2 sees both", &between(&[0, 1], &[3], Traffic::All), true, lasting).await
+    run.client.try_all();
+    let cuts = between(&[0, 1], &[3], Traffic::All);
+    let fault = cut(run, "0, 1 | 3, and 2 sees both", &cuts, true, lasting).await?;
+    run.unload().await;
+    sides(run, fault, true)
 }
 
 pub(super) async fn join(run: &mut Run) -> Result<()> {
+    run.client.try_all();
     run.load(RATE, 0, 0);
     let fault = run.cut("0 | 1, 2", &between(&[0], &[1, 2], Traffic::All))?;
     sleep(Duration::from_secs(5)).await;
     run.join(3).await?;
     sleep(Duration::from_secs(5)).await;
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
+    run.heals(&T_HEAL).await?;
+    run.unload().await;
+    sides(run, fault, true)
 }
 
 pub(super) fn everywhere(replicas: usize, what: Traffic) -> Vec<Cut> {
@@ -145,7 +200,7 @@ pub(super) fn everywhere(replicas: usize, what: Traffic) -> Vec<Cut> {
 pub(super) async fn without_udp(run: &mut Run) -> Result<()> {
     let cuts = everywhere(run.setup.replicas, Traffic::Udp);
     let lasting = time(run, 12, 60);
-    cut(run, "all UDP packets are dropped", &cuts, true, lasting).await
+    cut(run, "all UDP packets are dropped", &cuts, true, lasting).await.map(drop)
 }
 
 pub(super) async fn half_open(run: &mut Run) -> Result<()> {

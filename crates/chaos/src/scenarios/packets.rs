@@ -1,22 +1,34 @@
 //! Packets are late, twice, out of order, lost, cut into pieces, forged, or only slow.
 
 use std::{
+    collections::BTreeMap,
     net::{SocketAddr, UdpSocket},
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
-use history::Effect;
+use history::{Effect, Gauge, History, Micros, SECOND};
+use http::StatusCode;
 use rand::{Rng as _, RngExt as _};
 use testkit::network::{Cut, OUTSIDE, Traffic};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until};
 
-use super::{failures::none_fails, network::everywhere, process::RATE, recovery, registry, time};
+use super::{
+    failures::none_fails,
+    network::{everywhere, sides},
+    process::RATE,
+    recovery,
+    registry::{self, Registering},
+    time,
+};
 use crate::{
     clock,
-    faults::packets::{Packets, Rules, Shape, Slow, enter, raw_socket, send_raw},
-    measure::{FALSE_DEATHS, RESURRECTED, T_HEAL, T_KILL, T_PURGE},
-    run::{Run, Way},
+    faults::{
+        packets::{Packets, Rules, Shape, Slow, enter},
+        resources::unsent,
+    },
+    measure::{FALSE_DEATHS, FP_LOSS, RESYNCED, T_HEAL},
+    run::Run,
 };
 
 pub(super) async fn lossy(run: &mut Run) -> Result<()> {
@@ -36,15 +48,16 @@ pub(super) async fn lossy(run: &mut Run) -> Result<()> {
     let fault = run.fault(what, Effect::None);
     let seed = run.rng.next_u64();
     let packets = Packets::start(run.mesh.network(), &all, shape, seed).await?;
-    let lasting = time(run, 8, 60);
-    sleep(lasting).await;
-    registry::waiters(run).await?;
-    sleep(lasting).await;
+    let end = Instant::now() + time(run, 60, 600);
+    sleep(time(run, 20, 60)).await;
+    // Each waits once at each replica.
+    registry::waiters(run, run.setup.replicas * usize::try_from(run.setup.more_agents)?).await?;
+    sleep_until(end).await;
     let done = packets.stop()?;
     run.notes.push(format!("{done}."));
     run.fault_ends(fault);
     let deaths = run.false_deaths(from, clock::now(), &all);
-    run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
+    run.measure(&FP_LOSS, [f64::from(deaths)]);
     run.heals(&T_HEAL).await
 }
 
@@ -166,6 +179,85 @@ pub(super) async fn tcp(run: &mut Run) -> Result<()> {
     Ok(())
 }
 
+/// What the link to the slow replica carries in a second, in bytes, and at once after a pause.
+const SLOW: u64 = 1_000;
+const BURST: u64 = 2_048;
+/// Changes that a table gets while the replica is slow: more than a stream makes up for, which is 4,096, and
+/// more than the link carries in the time until it is noticed.
+const CHANGES: u64 = 16_000;
+/// Agents that make them.
+const CHANGING: i64 = 8;
+/// How long they may take, and how long the slow replica may need to know the result.
+const CHANGED: Duration = Duration::from_secs(90);
+/// How long an answer to the observer may take: what it tells is at most that much newer than its question.
+const ANSWERED: Micros = 3 * SECOND;
+/// What replicas may take more for a slow one, in KiB, and what may be on its way to it, in bytes.
+const HELD: f64 = 16.0 * 1024.0;
+const UNSENT: f64 = 256.0 * 1024.0;
+
+/// Counts how often the copy of an owner's table made a leap between two looks that the link cannot have
+/// carried as changes, each of which is one byte at least: then it was replaced as a whole.
+fn snapshots(history: &History, observer: &str, owner: &str, (from, to): (Micros, Micros)) -> u32 {
+    let mut looks: Vec<_> = history
+        .views
+        .iter()
+        .filter(|view| view.observer == observer && view.agents.is_none() && view.at >= from && view.at <= to)
+        .filter_map(|view| Some((view.at, view.until, view.live.get(owner)?.version?)))
+        .collect();
+    looks.sort_unstable();
+    let leaps = looks.windows(2).filter(|pair| {
+        let [(_, earlier, before), (later, _, after)] = pair else { return false };
+        let lasted = later.saturating_sub(*earlier).saturating_add(ANSWERED);
+        after.saturating_sub(*before) > BURST + lasted * SLOW / SECOND
+    });
+    u32::try_from(leaps.count()).unwrap_or(u32::MAX)
+}
+
+/// The most that the others held for a slow replica.
+#[derive(Debug, Default)]
+struct Held {
+    /// By replica, in KiB.
+    memory: BTreeMap<usize, f64>,
+    /// By replica, in bytes.
+    unsent: BTreeMap<usize, f64>,
+}
+
+impl Held {
+    fn look(&mut self, run: &Run, others: &[usize], slow: usize) -> Result<()> {
+        for n in others {
+            let process = &run.mesh.kas(*n).process;
+            #[expect(clippy::cast_precision_loss, reason = "sizes of a process")]
+            let memory = process.usage()?.resident_kib as f64;
+            let unsent = unsent(process, run.mesh.private(slow).ip())?;
+            for (most, now) in [(&mut self.memory, memory), (&mut self.unsent, unsent)] {
+                let most = most.entry(*n).or_default();
+                *most = most.max(now);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records it beside what there was before.
+    fn record(&self, run: &mut Run, before: &recovery::Sizes) {
+        let at = clock::now();
+        for (n, value) in &self.memory {
+            let was = before.get(n).map_or(0.0, |size| size.memory);
+            let unsent = self.unsent.get(n).copied().unwrap_or_default();
+            let words = format!("Replica {n} had {was:.0} KiB before and at most {value:.0} KiB meanwhile");
+            run.notes.push(format!("{words}; at most {unsent:.0} bytes were on their way to the slow one."));
+            let gauge = |name: &str, value, cap| {
+                let (process, name) = (run.name(*n), name.to_owned());
+                Gauge { at, process, name, value, cap }
+            };
+            let memory = gauge("memory (KiB) beside a slow replica", *value, was + HELD);
+            let unsent = gauge("bytes on their way to a slow replica", unsent, UNSENT);
+            run.history.lock().gauges.extend([memory, unsent]);
+        }
+    }
+}
+
+/// S33: one replica hears little of the others. First a table changes so often that changes are given up for a
+/// snapshot, then agents come and go at a rate that it can follow.
 pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     let slow = run.setup.replicas - 1;
     let others: Vec<usize> = (0..slow).collect();
@@ -174,20 +266,68 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     let before = recovery::sizes(run).await?;
     let pairs = others.iter().map(|other| (run.name(*other), run.name(slow))).collect();
     let fault = run.fault(format!("replica {slow} hears 1 KB/s of TCP from the others"), Effect::Cut(pairs));
-    let link = Slow::towards(run.mesh.network(), slow, &others, 8)?;
-    let (from, end) = (clock::now(), Instant::now() + time(run, 15, 90));
+    let kbit = u32::try_from(SLOW * 8 / 1_000)?;
+    let link = Slow::towards(run.mesh.network(), slow, &others, kbit, BURST)?;
+    let from = clock::now();
+    let mut held = Held::default();
     let (first, count) = (registry::first_absent(run), run.setup.more_agents);
+    let version = async |run: &Run, asked: usize| {
+        let row = run.mesh.row(asked, 0).await?;
+        let row = row.with_context(|| format!("replica {asked} does not know replica 0"))?;
+        anyhow::Ok((row.table_version, row.table_synced))
+    };
+    let (begun, _) = version(run, 0).await?;
+    let end = Instant::now() + CHANGED;
+    let changing: Vec<(usize, i64)> = (first..first + CHANGING).map(|agent| (0, agent)).collect();
+    let changes = Registering::start(run, &changing);
+    let mut was_behind = false;
+    let changed = loop {
+        sleep(Duration::from_millis(200)).await;
+        held.look(run, &others, slow)?;
+        was_behind |= !version(run, slow).await?.1;
+        let (now, _) = version(run, 0).await?;
+        if now >= begun + CHANGES {
+            break now;
+        }
+        ensure!(Instant::now() < end, "replica 0 had {} changes within {CHANGED:?}", now - begun);
+    };
+    let (registered, took) = changes.stop().await?;
+    let to_know = Instant::now();
+    loop {
+        let (knows, synced) = version(run, slow).await?;
+        was_behind |= !synced;
+        if synced && knows >= changed {
+            break;
+        }
+        held.look(run, &others, slow)?;
+        ensure!(to_know.elapsed() < CHANGED, "replica {slow} knows version {knows} of {changed} only");
+        sleep(Duration::from_millis(200)).await;
+    }
+    let known = clock::now();
+    run.notes.push(format!(
+        "{registered} times, an agent came and went at replica 0 within {:.1} s; replica {slow} knew the result \
+         {:.1} s later.",
+        took.as_secs_f64(),
+        to_know.elapsed().as_secs_f64()
+    ));
+    ensure!(was_behind, "replica {slow} was never behind: it was not slow");
+    let snapshots = snapshots(&run.history.lock(), &run.name(slow), &run.name(0), (from, known));
+    run.measure(&RESYNCED, [f64::from(snapshots)]);
+
+    let end = Instant::now() + time(run, 15, 90);
     let mut rounds = 0;
     while Instant::now() < end {
         let swarm = run.swarm((first, count, 0, 1), Some(rounds % slow), 1).await?;
         run.connected(swarm).await?;
         run.end_swarm(swarm).await?;
+        held.look(run, &others, slow)?;
         rounds += 1;
     }
     let to = clock::now();
-    let held = link.stop()?;
+    let waited = link.stop()?;
     run.fault_ends(fault);
-    run.notes.push(format!("{count} agents came and went {rounds} times meanwhile; {held}."));
+    run.notes.push(format!("{count} agents came and went {rounds} times meanwhile; {waited}."));
+    held.record(run, &before);
     run.heals(&T_HEAL).await?;
     run.unload().await;
     none_fails(run, "beside a slow replica", (from, to))?;
@@ -195,6 +335,8 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
 }
 
 pub(super) async fn one_way(run: &mut Run) -> Result<()> {
+    run.load(RATE, 0, 0);
+    sleep(Duration::from_secs(2)).await;
     let from = clock::now();
     let cuts: Vec<Cut> = [1, 2].map(|other| Cut { from: other, to: 0, what: Traffic::All }).into();
     let fault = run.cut("replica 0 hears nothing from the others, and they hear it", &cuts)?;
@@ -210,111 +352,38 @@ pub(super) async fn one_way(run: &mut Run) -> Result<()> {
         history.views.iter().filter(of).filter(missing).count()
     };
     run.measure(&FALSE_DEATHS, [f64::from(u32::try_from(lost)?)]);
+    let status = run.mesh.kas(0).get("/readiness").await?.0;
+    ensure!(status == StatusCode::OK, "a replica that hears nothing is not ready: {status}");
     run.heal(fault)?;
-    run.heals(&T_HEAL).await
-}
-
-/// Datagrams of each kind, for each replica and step.
-const FORGED: usize = 10;
-
-/// Sends forged and old datagrams to replicas until the end, and returns how many.
-async fn poison(run: &mut Run, kept: &crate::faults::packets::Kept, lasting: Duration) -> Result<u64> {
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.set_nonblocking(true)?;
-    let raw = raw_socket()?;
-    let targets: Vec<SocketAddr> = (0..run.setup.replicas).map(|n| run.mesh.private(n)).collect();
-    let end = Instant::now() + lasting;
-    let mut sent = 0;
-    while Instant::now() < end {
-        for target in &targets {
-            for _ in 0..FORGED {
-                let old: Option<Vec<u8>> = {
-                    let kept = kept.lock();
-                    let pick = (!kept.is_empty()).then(|| run.rng.random_range(0..kept.len()));
-                    pick.map(|pick| kept[pick].clone())
-                };
-                // Noise of any size; what a replica sent, cut short or changed, from a wrong sender.
-                let mut noise = vec![0; run.rng.random_range(0..60_000_usize) >> run.rng.random_range(0..12)];
-                run.rng.fill_bytes(&mut noise);
-                let _ = socket.send_to(&noise, target);
-                sent += 1;
-                let Some(old) = old else { continue };
-                let mut payload = old.get(28..).unwrap_or_default().to_vec();
-                if run.rng.random_bool(0.5) {
-                    payload.truncate(run.rng.random_range(0..=payload.len()));
-                } else if let Some(byte) = {
-                    let at = run.rng.random_range(0..payload.len().max(1));
-                    payload.get_mut(at)
-                } {
-                    *byte ^= 1 << run.rng.random_range(0..8);
-                }
-                let _ = socket.send_to(&payload, target);
-                // Whole, from whom it was, to whom it was.
-                send_raw(&raw, &old)?;
-                sent += 2;
-            }
-        }
-        sleep(Duration::from_millis(20)).await;
-    }
-    Ok(sent)
-}
-
-/// How many datagrams the running replicas have dropped.
-async fn dropped(run: &Run) -> Result<f64> {
-    let mut sum = 0.0;
-    for n in run.mesh.running() {
-        let (_, text) = run.mesh.kas(n).get("/metrics").await?;
-        let lines = text.lines().filter(|line| line.starts_with("kas_gossip_datagrams_dropped{"));
-        sum += lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum::<f64>();
-    }
-    Ok(sum)
-}
-
-pub(super) async fn poisoned(run: &mut Run) -> Result<()> {
-    run.load(RATE / 4, 0, 0);
-    let all: Vec<usize> = (0..run.setup.replicas).collect();
-    let shape = Shape { keep: true, ..Shape::default() };
-    let seed = run.rng.next_u64();
-    let recording = Packets::start(run.mesh.network(), &all, shape, seed).await?;
-    let kept = recording.kept();
-    sleep(Duration::from_secs(4)).await;
-    let before = recovery::sizes(run).await?;
-    let had = dropped(run).await?;
-    let from = clock::now();
-    let fault = run.fault("forged, changed and old datagrams to every replica", Effect::None);
-    let lasting = time(run, 5, 30);
-    let mut sent = poison(run, &kept, lasting).await?;
-    let deaths = run.false_deaths(from, clock::now(), &all);
-    run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
-    let now = dropped(run).await?;
-    ensure!(now > had, "{sent} datagrams were sent, and none was dropped: the fault did not happen");
-    // What a process said must not bring it back after its end, nor count for the next one.
-    let n = run.rng.random_range(0..run.setup.replicas);
-    let name = run.name(n);
-    // Only what this one said, so that none of it is lost among others.
-    recording.stop()?;
-    let own: std::net::IpAddr = run.mesh.private(n).ip();
-    kept.lock().retain(|packet| matches!((own, packet.get(12..16)), (std::net::IpAddr::V4(own), Some(from)) if own.octets() == *from));
-    ensure!(!kept.lock().is_empty(), "replica {n} said nothing");
-    let at = run.kill(n).await?;
-    run.seen_by_others(&T_KILL, n, at, Way::Listed, false).await?;
-    run.seen_by_others(&T_PURGE, n, at, Way::Holding, false).await?;
-    let gone = clock::now();
-    sent += poison(run, &kept, time(run, 6, 20)).await?;
-    let again = {
-        let history = run.history.lock();
-        let back = |view: &&history::View| {
-            view.agents.is_none() && view.observer != name && view.at > gone && view.live.contains_key(&name)
-        };
-        history.views.iter().filter(back).count()
-    };
-    run.measure(&RESURRECTED, [f64::from(u32::try_from(again)?)]);
-    run.restart(n).await?;
-    sent += poison(run, &kept, time(run, 4, 20)).await?;
-    run.fault_ends(fault);
     run.heals(&T_HEAL).await?;
-    let now = dropped(run).await?;
-    run.notes.push(format!("{sent} datagrams were sent; replicas count {now} that they dropped."));
     run.unload().await;
-    recovery::recovered(run, &before, &[n]).await.context("after the datagrams")
+    sides(run, fault, true)
+}
+
+#[cfg(test)]
+mod tests {
+    use history::{Version, View};
+
+    use super::*;
+
+    #[test]
+    fn a_leap_that_the_link_cannot_carry_is_a_snapshot() {
+        let look = |at: Micros, version: u64| View {
+            observer: "c".to_owned(),
+            at: at * SECOND,
+            until: at * SECOND,
+            live: [("a".to_owned(), Version { epoch: Some(1), version: Some(version) })].into(),
+            ..View::default()
+        };
+        let mut history = History { views: vec![look(1, 10), look(2, 1_000)], ..History::default() };
+        let count = |history: &History| snapshots(history, "c", "a", (0, 100 * SECOND));
+        assert_eq!(count(&history), 0);
+        // In 10 s, and the 3 s that an answer may take, it carries 13,000 changes after its burst.
+        history.views.push(look(12, 16_000));
+        assert_eq!(count(&history), 0);
+        history.views.push(look(13, 16_000 + 2_048 + 4_001));
+        assert_eq!(count(&history), 1);
+        assert_eq!(snapshots(&history, "c", "a", (0, 12 * SECOND)), 0, "later");
+        assert_eq!(snapshots(&history, "b", "a", (0, 100 * SECOND)), 0, "another one");
+    }
 }

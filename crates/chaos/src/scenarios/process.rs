@@ -1,11 +1,10 @@
-//! Processes are killed, paused, stopped and starved.
+//! Processes are killed, paused and stopped.
 
 use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::Result;
-use history::{Effect, Micros, SECOND};
+use history::{Micros, SECOND};
 use rand::RngExt as _;
-use testkit::process::Process;
 use tokio::time::{Instant, sleep};
 
 use super::{failures::none_fails, kills, recovery, time};
@@ -163,24 +162,6 @@ pub(super) async fn one_by_one(run: &mut Run) -> Result<()> {
     }
     // Agents look for a third replica every 10 to 20 s.
     run.settled(Duration::from_secs(60)).await.map(drop)
-}
-
-pub(super) async fn starved(run: &mut Run) -> Result<()> {
-    run.load(RATE / 4, 0, 0);
-    sleep(Duration::from_secs(2)).await;
-    let from = clock::now();
-    let fault = run.fault("eight busy processes", Effect::None);
-    let mut busy = Vec::new();
-    let shell = std::path::Path::new("/bin/sh");
-    for _ in 0..8 {
-        busy.push(Process::start("busy", shell, &["-c", "while :; do :; done"], &[]).await?);
-    }
-    sleep(time(run, 15, 60)).await;
-    drop(busy);
-    run.fault_ends(fault);
-    let deaths = run.false_deaths(from, clock::now(), &ALL);
-    run.measure(&FALSE_DEATHS, [f64::from(deaths)]);
-    Ok(())
 }
 
 pub(super) async fn edge_killed(run: &mut Run) -> Result<()> {

@@ -1,15 +1,20 @@
 //! Requests that wait, and agents that come and go.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
-use anyhow::{Result, ensure};
-use history::{Kind, Outcome};
+use anyhow::{Context as _, Result, ensure};
+use history::{Kind, Outcome, Presence};
 use rand::RngExt as _;
-use testkit::{caller::Caller, kas::within, raw_agent};
+use testkit::{
+    caller::Caller,
+    kas::{token, within},
+    raw_agent::{self, FromKas, RawAgent},
+};
 use tokio::{
     task::JoinSet,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
+use tokio_util::sync::CancellationToken;
 
 use super::{process::RATE, time};
 use crate::{
@@ -24,23 +29,42 @@ pub(crate) fn first_absent(run: &Run) -> i64 {
     run.setup.agents + 1
 }
 
-pub(super) async fn waiters(run: &mut Run) -> Result<()> {
+/// How many requests wait in S25.
+pub(super) const WAITERS: usize = 1_000;
+/// Requests of one client at the same time: a connection has 250 streams.
+const ONE_CLIENT: usize = 200;
+
+/// So many requests wait, evenly for each absent agent and at each replica, until all agents connect to
+/// replica 0.
+pub(super) async fn waiters(run: &mut Run, requests: usize) -> Result<()> {
     let (first, count) = (first_absent(run), run.setup.more_agents);
+    let pairs: Vec<(i64, usize)> = (first..first + count)
+        .flat_map(|agent| (0..run.setup.replicas).map(move |replica| (agent, replica)))
+        .collect();
     let mut waiting = JoinSet::new();
-    for agent in first..first + count {
-        for replica in 0..run.setup.replicas {
-            let (client, id) = (Arc::clone(&run.client), run.ids.next());
-            waiting.spawn(async move {
-                let deadline = Duration::from_secs(15);
-                let mut request = client.send(id, agent, Kind::Unary, replica, deadline).await;
-                // What it is, to the checker: it waited for an agent that was not there.
-                request.kind = Kind::Waiter;
-                request
-            });
+    let mut client = Arc::clone(&run.client);
+    for (number, (agent, replica)) in pairs.iter().copied().cycle().take(requests).enumerate() {
+        // The load has connections of its own.
+        if number % ONE_CLIENT == 0 {
+            client = run.client.again();
         }
+        let (client, id) = (Arc::clone(&client), run.ids.next());
+        waiting.spawn(async move {
+            let mut request = client.send(id, agent, Kind::Unary, replica, Duration::from_secs(15)).await;
+            // What it is, to the checker: it waited for an agent that was not there.
+            request.kind = Kind::Waiter;
+            request
+        });
     }
     sleep(Duration::from_secs(3)).await;
     ensure!(waiting.try_join_next().is_none(), "a request for an absent agent did not wait");
+    let mut waits = 0.0;
+    for n in run.mesh.running() {
+        waits += run.mesh.kas(n).metric("kas_requests_waiting").await?;
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a thousand")]
+    let all = requests as f64;
+    ensure!(waits >= all, "{waits} requests wait at the replicas, of {requests}");
     // All at replica 0: the others are remote.
     let swarm = run.swarm((first, count, 0, 1), Some(0), 1).await?;
     run.connected(swarm).await?;
@@ -52,8 +76,57 @@ pub(super) async fn waiters(run: &mut Run) -> Result<()> {
         }
         run.history.lock().requests.push(request);
     }
+    run.notes.push(format!("{requests} requests waited for {count} agents, {failed} of them in vain."));
     run.measure(&TWICE, [f64::from(failed)]);
     Ok(())
+}
+
+/// Agents that come to a replica and leave it as fast as that goes, until it is stopped. Each has one
+/// connection, on which it opens a tunnel, and withdraws it when kas has accepted it.
+pub(super) struct Registering {
+    stop: CancellationToken,
+    tasks: JoinSet<Result<u64>>,
+    begun: Instant,
+}
+
+impl Registering {
+    /// Begins: replicas, each with the agent that comes and goes there.
+    pub(super) fn start(run: &Run, which: &[(usize, i64)]) -> Self {
+        let (stop, mut tasks) = (CancellationToken::new(), JoinSet::new());
+        for (replica, agent) in which {
+            tasks.spawn(register(run.mesh.agents(*replica), *agent, stop.clone()));
+        }
+        Self { stop, tasks, begun: Instant::now() }
+    }
+
+    /// Stops, and returns how often agents came and left, and how long it lasted.
+    ///
+    /// # Errors
+    /// If one of them could not go on.
+    pub(super) async fn stop(mut self) -> Result<(u64, Duration)> {
+        self.stop.cancel();
+        let lasted = self.begun.elapsed();
+        let mut sum = 0;
+        while let Some(times) = self.tasks.join_next().await {
+            sum += times??;
+        }
+        Ok((sum, lasted))
+    }
+}
+
+async fn register(replica: SocketAddr, agent: i64, stop: CancellationToken) -> Result<u64> {
+    let raw = RawAgent::connect(replica, &token(agent), raw_agent::Kind::Ours).await?;
+    let mut times = 0;
+    while !stop.is_cancelled() {
+        let mut tunnel = raw.tunnel().await.with_context(|| format!("the tunnel after {times} others"))?;
+        let closed = tunnel.stream().half_close();
+        ensure!(closed.is_ok(), "a tunnel that was just accepted is over");
+        let ended = timeout(SEES, tunnel.recv()).await.context("kas did not end a tunnel")?;
+        ensure!(matches!(ended, FromKas::Ended(_)), "kas ended a withdrawn tunnel with {ended:?}");
+        times += 1;
+    }
+    raw.link().cut();
+    Ok(times)
 }
 
 pub(super) async fn churn(run: &mut Run) -> Result<()> {
@@ -73,6 +146,70 @@ pub(super) async fn churn(run: &mut Run) -> Result<()> {
     run.notes.push(format!(
         "{count} agents connected and left {rounds} times; each replica saw all of them each time, and none after."
     ));
+    for _ in 0..if run.quick { 1 } else { 8 } {
+        hammered(run, first).await?;
+    }
+    Ok(())
+}
+
+/// How long an agent comes and goes: longer than it may be missing in a view (I9), and shorter than a view may
+/// have it after it has left (I8).
+const HAMMERED: Duration = Duration::from_secs(7);
+
+/// One agent has a tunnel at the last replica all the time, and comes to the two others and leaves them as
+/// fast as that goes. Every view must have it at the last one, then and after, and at the others not after.
+async fn hammered(run: &mut Run, agent: i64) -> Result<()> {
+    let stays = run.setup.replicas - 1;
+    let there = run.mesh.agent(stays, agent, raw_agent::Kind::Ours, 1).await?;
+    let presence = |replica: &str, to| Presence {
+        agent,
+        replica: replica.to_owned(),
+        connection: None,
+        from: clock::now(),
+        to,
+        invalid_since: None,
+    };
+    let steady = {
+        let mut history = run.history.lock();
+        // At the others, it is for moments only.
+        for n in 0..stays {
+            history.presences.push(presence(&run.name(n), Some(clock::now())));
+        }
+        history.presences.push(presence(&run.name(stays), None));
+        history.presences.len() - 1
+    };
+    let which: Vec<(usize, i64)> = (0..stays).map(|replica| (replica, agent)).collect();
+    let coming = Registering::start(run, &which);
+    sleep(HAMMERED).await;
+    run.viewed(agent).await?;
+    let (times, lasted) = coming.stop().await?;
+    let rate = times as f64 / lasted.as_secs_f64();
+    run.notes.push(format!(
+        "One agent came to {stays} replicas and left them {times} times within {:.1} s, {rate:.0} times a second, \
+         while it had a tunnel at another one.",
+        lasted.as_secs_f64()
+    ));
+    only_at(run, agent, &BTreeSet::from([run.name(stays)])).await?;
+    run.viewed(agent).await?;
+    there.cut();
+    only_at(run, agent, &BTreeSet::new()).await?;
+    if let Some(presence) = run.history.lock().presences.get_mut(steady) {
+        presence.to = Some(clock::now());
+    }
+    Ok(())
+}
+
+/// Waits until each replica sees an agent at exactly these.
+async fn only_at(run: &Run, agent: i64, at: &BTreeSet<String>) -> Result<()> {
+    for n in run.mesh.running() {
+        let asker = Caller::connect(run.mesh.api(n), Some(run.client.token())).await?;
+        within(SEES, &format!("{} sees the agent at {at:?} only", run.name(n)), async || {
+            let (_, seen) = look(&asker, &[agent]).await?;
+            let holders = seen.agents.get(&agent).cloned().unwrap_or_default();
+            Ok(if holders == *at { Ok(()) } else { Err(holders) })
+        })
+        .await?;
+    }
     Ok(())
 }
 

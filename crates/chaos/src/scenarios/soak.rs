@@ -119,22 +119,25 @@ pub(super) async fn elastic(run: &mut Run) -> Result<()> {
     let before = run.size(0).await?;
     let length = if run.quick { Duration::from_secs(40) } else { run.length };
     let end = Instant::now() + length;
+    let (mut steps, mut fewest, mut most) = (0, run.setup.replicas, 0);
     while Instant::now() < end {
         let next = Instant::now() + Duration::from_secs(10);
-        change(run).await?;
+        let running = change(run).await?;
+        (steps, fewest, most) = (steps + 1, fewest.min(running), most.max(running));
         tokio::time::sleep_until(next).await;
     }
+    run.notes.push(format!("{steps} changes; {fewest} to {most} replicas ran."));
     all_back(run).await?;
     run.recovers(0, &before, Duration::from_secs(60)).await
 }
 
-/// One random change, after which all views become equal.
-async fn change(run: &mut Run) -> Result<()> {
+/// One random change, after which all views become equal. Returns how many replicas run then.
+async fn change(run: &mut Run) -> Result<usize> {
     let running = run.mesh.running();
     let down: Vec<usize> = (0..run.setup.replicas).filter(|n| !running.contains(n)).collect();
     let pick = run.rng.random_range(0..3);
-    // Agents that do not know replica 0 need one of the others.
-    if let Some(n) = down.first().filter(|_| pick == 0 || running.len() <= 2) {
+    // Replica 0 stays. Alone, it has the agents that know no other one.
+    if let Some(n) = down.first().filter(|_| pick == 0 || running.len() == 1) {
         run.restart(*n).await?;
     } else {
         let n = running[run.rng.random_range(1..running.len())];
@@ -145,8 +148,9 @@ async fn change(run: &mut Run) -> Result<()> {
         }
     }
     let took = run.settled(SETTLES).await?;
-    run.say(&format!("all views are equal after {:.1} s", took.as_secs_f64()));
-    Ok(())
+    let running = run.mesh.running().len();
+    run.say(&format!("{running} replicas run; all views are equal after {:.1} s", took.as_secs_f64()));
+    Ok(running)
 }
 
 /// S31: all agents of a killed replica connect to the others at once.

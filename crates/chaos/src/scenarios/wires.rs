@@ -134,7 +134,8 @@ pub(super) async fn narrow(run: &mut Run) -> Result<()> {
     // The slow agents: they connect at full speed.
     let (first, count) = (first_absent(run), run.setup.more_agents);
     let agent_wire = Wire::to(run.mesh.agents(0), 7).await?;
-    let swarm = run.swarm_at((first, count, 0, 1), vec![agent_wire.address()], 1).await?;
+    let url = format!("grpc://{}", agent_wire.address());
+    let swarm = run.swarm_at((first, count, 0, 1), vec![url], 1).await?;
     run.connected(swarm).await?;
     // The slow clients.
     let (api, kubernetes) = (
