@@ -332,17 +332,7 @@ impl Client {
         match self.exchange(replica, true, request, until).await {
             Err(ended) => ended,
             Ok((status, headers, body, _)) => {
-                // A POST that was not started is to be repeated; one that may have run is not.
-                let repeat = headers.contains_key(header::RETRY_AFTER);
-                let outcome = match status {
-                    StatusCode::CREATED => Outcome::Ok,
-                    StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS if repeat => {
-                        Outcome::NotStarted
-                    }
-                    StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => Outcome::Unknown,
-                    status if status.is_client_error() => Outcome::Refused,
-                    _ => Outcome::Unknown,
-                };
+                let outcome = created(status, &headers, &body);
                 Ended {
                     outcome,
                     detail: format!("{status}: {}", String::from_utf8_lossy(&body)),
@@ -728,6 +718,24 @@ fn body_of(id: u64) -> Vec<u8> {
     body
 }
 
+/// What the answer to a POST tells. kas answers 503 to one that was not started: with `Retry-After` if the
+/// reason passes soon, and without it if the agent is away. To one that may have run, it answers 502 or 504.
+fn created(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Outcome {
+    let repeat = headers.contains_key(header::RETRY_AFTER);
+    let of_kas = || {
+        let told: Option<serde_json::Value> = serde_json::from_slice(body).ok();
+        told.and_then(|told| Some(told["message"].as_str()?.starts_with("kas: "))).unwrap_or_default()
+    };
+    match status {
+        StatusCode::CREATED => Outcome::Ok,
+        StatusCode::TOO_MANY_REQUESTS if repeat => Outcome::NotStarted,
+        StatusCode::SERVICE_UNAVAILABLE if repeat || of_kas() => Outcome::NotStarted,
+        StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => Outcome::Unknown,
+        status if status.is_client_error() => Outcome::Refused,
+        _ => Outcome::Unknown,
+    }
+}
+
 fn outcome(status: &Status) -> Outcome {
     match (status.code(), status.outcome()) {
         (Code::Ok, _) => Outcome::Ok,
@@ -784,6 +792,25 @@ mod tests {
         assert_eq!(outcome(&not_started), Outcome::NotStarted);
         let unknown = status(Code::Unavailable).with_outcome(grpc::Outcome::Unknown);
         assert_eq!(outcome(&unknown), Outcome::Unknown);
+    }
+
+    #[test]
+    fn answers_to_posts_are_told_apart() {
+        let mut headers = HeaderMap::new();
+        let away = br#"{"kind":"Status","message":"kas: agent 7 is not connected (request 1)"}"#;
+        let of = |status, headers: &HeaderMap, body: &[u8]| created(status, headers, body);
+        assert_eq!(of(StatusCode::SERVICE_UNAVAILABLE, &headers, away), Outcome::NotStarted);
+        assert_eq!(of(StatusCode::BAD_GATEWAY, &headers, away), Outcome::Unknown);
+        let other = br#"{"kind":"Status","message":"etcd is down"}"#;
+        assert_eq!(
+            of(StatusCode::SERVICE_UNAVAILABLE, &headers, other),
+            Outcome::Unknown,
+            "the API server's"
+        );
+        assert_eq!(of(StatusCode::SERVICE_UNAVAILABLE, &headers, b"no JSON"), Outcome::Unknown);
+        headers.insert(header::RETRY_AFTER, 1.into());
+        assert_eq!(of(StatusCode::TOO_MANY_REQUESTS, &headers, b""), Outcome::NotStarted);
+        assert_eq!(of(StatusCode::FORBIDDEN, &headers, b""), Outcome::Refused);
     }
 
     #[test]

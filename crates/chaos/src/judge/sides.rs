@@ -23,6 +23,8 @@ pub(crate) struct Sides {
 
 /// How many examples there are.
 const EXAMPLES: usize = 5;
+/// Characters of the message of each.
+const TOLD: usize = 160;
 
 impl Sides {
     /// Looks at the attempts of a cut, which is a fault of the history that has ended. The requests of the
@@ -62,14 +64,14 @@ impl Sides {
 
     fn example(&mut self, request: &Request, attempt: &Attempt) {
         if self.examples.len() < EXAMPLES {
+            let detail: String = request.detail.trim().chars().take(TOLD).collect();
             self.examples.push(format!(
-                "request {} for agent {} at {} ended as {} after {:.0} ms ({})",
+                "request {} for agent {} at {} ended as {} after {:.0} ms ({detail})",
                 request.id,
                 request.agent,
                 attempt.replica,
                 attempt.outcome.as_str(),
-                millis(attempt.ended.saturating_sub(attempt.begun)),
-                request.detail
+                millis(attempt.ended.saturating_sub(attempt.begun))
             ));
         }
     }

@@ -182,11 +182,11 @@ pub(super) async fn tcp(run: &mut Run) -> Result<()> {
 /// What the link to the slow replica carries in a second, in bytes, and at once after a pause.
 const SLOW: u64 = 1_000;
 const BURST: u64 = 2_048;
-/// Changes that a table gets while the replica is slow: more than a stream makes up for, which is 4,096, and
-/// more than the link carries in the time until it is noticed.
-const CHANGES: u64 = 16_000;
+/// Changes that a table gets while the replica hears nothing: more than a stream makes up for, which is 4,096,
+/// and more than the slow link carries in some seconds.
+const CHANGES: u64 = 8_000;
 /// Agents that make them.
-const CHANGING: i64 = 8;
+const CHANGING: i64 = 16;
 /// How long they may take, and how long the slow replica may need to know the result.
 const CHANGED: Duration = Duration::from_secs(90);
 /// How long an answer to the observer may take: what it tells is at most that much newer than its question.
@@ -256,8 +256,8 @@ impl Held {
     }
 }
 
-/// S33: one replica hears little of the others. First a table changes so often that changes are given up for a
-/// snapshot, then agents come and go at a rate that it can follow.
+/// S33: one replica hears nothing of the others over TCP while a table changes a lot, and then 1 KB/s: it gets
+/// a snapshot instead of the changes. Then agents come and go at a rate that it can follow.
 pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     let slow = run.setup.replicas - 1;
     let others: Vec<usize> = (0..slow).collect();
@@ -265,7 +265,13 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     sleep(Duration::from_secs(3)).await;
     let before = recovery::sizes(run).await?;
     let pairs = others.iter().map(|other| (run.name(*other), run.name(slow))).collect();
-    let fault = run.fault(format!("replica {slow} hears 1 KB/s of TCP from the others"), Effect::Cut(pairs));
+    let fault = run.fault(
+        format!("replica {slow} hears nothing of TCP from the others, and later 1 KB/s"),
+        Effect::Cut(pairs),
+    );
+    let deaf: Vec<Cut> =
+        others.iter().map(|other| Cut { from: *other, to: slow, what: Traffic::Tcp }).collect();
+    run.mesh.network().cut(&deaf)?;
     let kbit = u32::try_from(SLOW * 8 / 1_000)?;
     let link = Slow::towards(run.mesh.network(), slow, &others, kbit, BURST)?;
     let from = clock::now();
@@ -279,10 +285,11 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
     let (begun, _) = version(run, 0).await?;
     let end = Instant::now() + CHANGED;
     let changing: Vec<(usize, i64)> = (first..first + CHANGING).map(|agent| (0, agent)).collect();
-    let changes = Registering::start(run, &changing);
+    let mut changes = Registering::start(run, &changing);
     let mut was_behind = false;
     let changed = loop {
         sleep(Duration::from_millis(200)).await;
+        changes.go_on()?;
         held.look(run, &others, slow)?;
         was_behind |= !version(run, slow).await?.1;
         let (now, _) = version(run, 0).await?;
@@ -292,6 +299,10 @@ pub(super) async fn slow_peer(run: &mut Run) -> Result<()> {
         ensure!(Instant::now() < end, "replica 0 had {} changes within {CHANGED:?}", now - begun);
     };
     let (registered, took) = changes.stop().await?;
+    run.say("it hears 1 KB/s");
+    let dropped = run.mesh.network().dropped()?;
+    ensure!(dropped > 0, "no packet was dropped: it heard everything");
+    run.mesh.network().cut(&[])?;
     let to_know = Instant::now();
     loop {
         let (knows, synced) = version(run, slow).await?;

@@ -2,13 +2,13 @@
 
 use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use history::{Kind, Outcome, Presence};
 use rand::RngExt as _;
 use testkit::{
     caller::Caller,
     kas::{token, within},
-    raw_agent::{self, FromKas, RawAgent},
+    raw_agent::{self, RawAgent},
 };
 use tokio::{
     task::JoinSet,
@@ -81,8 +81,9 @@ pub(super) async fn waiters(run: &mut Run, requests: usize) -> Result<()> {
     Ok(())
 }
 
-/// Agents that come to a replica and leave it as fast as that goes, until it is stopped. Each has one
-/// connection, on which it opens a tunnel, and withdraws it when kas has accepted it.
+/// Agents that come to a replica and leave it as fast as that goes, until it is stopped: each connects, opens
+/// a tunnel, and closes its connection when kas has accepted it. Without a tunnel alone it would stay in the
+/// table for a moment, for its next one.
 pub(super) struct Registering {
     stop: CancellationToken,
     tasks: JoinSet<Result<u64>>,
@@ -97,6 +98,14 @@ impl Registering {
             tasks.spawn(register(run.mesh.agents(*replica), *agent, stop.clone()));
         }
         Self { stop, tasks, begun: Instant::now() }
+    }
+
+    /// Fails if one of them could not go on.
+    pub(super) fn go_on(&mut self) -> Result<()> {
+        match self.tasks.try_join_next() {
+            None => Ok(()),
+            Some(ended) => ended?.and_then(|times| bail!("an agent stopped after {times} times")),
+        }
     }
 
     /// Stops, and returns how often agents came and left, and how long it lasted.
@@ -115,17 +124,18 @@ impl Registering {
 }
 
 async fn register(replica: SocketAddr, agent: i64, stop: CancellationToken) -> Result<u64> {
-    let raw = RawAgent::connect(replica, &token(agent), raw_agent::Kind::Ours).await?;
-    let mut times = 0;
+    let (token, mut times) = (token(agent), 0);
     while !stop.is_cancelled() {
-        let mut tunnel = raw.tunnel().await.with_context(|| format!("the tunnel after {times} others"))?;
-        let closed = tunnel.stream().half_close();
-        ensure!(closed.is_ok(), "a tunnel that was just accepted is over");
-        let ended = timeout(SEES, tunnel.recv()).await.context("kas did not end a tunnel")?;
-        ensure!(matches!(ended, FromKas::Ended(_)), "kas ended a withdrawn tunnel with {ended:?}");
+        let came = async {
+            let raw = RawAgent::connect(replica, &token, raw_agent::Kind::Ours).await?;
+            raw.tunnel().await?;
+            raw.link().cut();
+            anyhow::Ok(())
+        };
+        let came = timeout(SEES, came).await.context("kas did not answer in time").flatten();
+        came.with_context(|| format!("agent {agent}, which had come {times} times"))?;
         times += 1;
     }
-    raw.link().cut();
     Ok(times)
 }
 
@@ -179,8 +189,9 @@ async fn hammered(run: &mut Run, agent: i64) -> Result<()> {
         history.presences.len() - 1
     };
     let which: Vec<(usize, i64)> = (0..stays).map(|replica| (replica, agent)).collect();
-    let coming = Registering::start(run, &which);
+    let mut coming = Registering::start(run, &which);
     sleep(HAMMERED).await;
+    coming.go_on()?;
     run.viewed(agent).await?;
     let (times, lasted) = coming.stop().await?;
     let rate = times as f64 / lasted.as_secs_f64();
