@@ -2,6 +2,7 @@
 
 use std::{
     ffi::OsString,
+    fs,
     io::Write as _,
     path::Path,
     process::{Command, ExitCode},
@@ -11,7 +12,10 @@ use anyhow::{Context as _, Result};
 use clap::{Args, Parser as _};
 use devkit::workspace;
 
-use self::arguments::Arguments;
+use self::arguments::{Arguments, ChaosArgs as ChaosArguments};
+
+/// Where the program `chaos` looks for that build, in its own folder.
+const RECORDS: &str = "records";
 
 // Files of the crate `chaos`, which depends on kas and agentk: their build takes minutes, and a list or an
 // error needs none of it.
@@ -42,7 +46,8 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
     };
     let chaos = &parsed.chaos;
     if chaos.list {
-        let list = table::list(chaos.tracker, chaos.other_programs.is_some());
+        // The build that some scenarios need is made for them.
+        let list = table::list(chaos.tracker, true);
         // A reader that has seen enough is no error.
         let _ = std::io::stdout().write_all(list.as_bytes());
         return Ok(ExitCode::SUCCESS);
@@ -56,9 +61,34 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode> {
             build.args(["-p", "kas", "-p", "agentk", "-p", "kasctl"]);
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(workspace::build(build))?.path("chaos")?.to_owned()
+        let program = runtime.block_on(workspace::build(build))?.path("chaos")?.to_owned();
+        if parsed.command.is_none() && needs_records(chaos) {
+            let built = runtime.block_on(workspace::build(with_records()))?;
+            let folder = program.with_file_name(RECORDS);
+            fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+            let to = folder.join("kas");
+            fs::copy(built.path("kas-with-flaws")?, &to)
+                .with_context(|| format!("cannot write {}", to.display()))?;
+        }
+        program
     };
     status(Command::new(&program).args(&args.arguments), &program)
+}
+
+/// Whether a scenario will run that needs a build which writes records of other versions.
+fn needs_records(chaos: &ChaosArguments) -> bool {
+    let is_asked_for = |id: &String| table::find(id).is_ok_and(|scenario| scenario.two_builds);
+    let all = chaos.scenario.is_empty() && !chaos.quick;
+    chaos.other_programs.is_none() && (all || chaos.scenario.iter().any(is_asked_for))
+}
+
+/// Returns the command that builds kas with records of other versions. With the same packages as above, it
+/// shares all dependencies with that build.
+fn with_records() -> Command {
+    let mut build = workspace::cargo();
+    build.args(["build", "--release", "-p", "chaos", "-p", "kas", "-p", "agentk", "-p", "kasctl"]);
+    build.args(["--features", "kas/flaws", "--bin", "kas-with-flaws"]);
+    build
 }
 
 /// Runs the quick set with the programs that the tests have built. They are not optimized, so times are

@@ -153,6 +153,7 @@ pub(crate) fn ci(args: &CiArgs) -> Result<ExitCode> {
                 summary.add(name, result, took);
             }
         }
+        summary.check("museum", || broken(are_built));
         // These need the whole machine.
         summary.check("sim", || simulate(are_built));
         summary.check("chaos", || strike(are_built));
@@ -316,6 +317,14 @@ fn flaws(are_built: bool) -> Result<Verdict> {
     }
     museum::absence()?;
     Ok(Verdict::Ok)
+}
+
+/// Shows that tests with real processes fail with the bug that they are about.
+fn broken(are_built: bool) -> Result<Verdict> {
+    if !are_built {
+        return Ok(Verdict::skipped("the tests build the programs"));
+    }
+    Ok(Verdict::of(museum::quick_of_tests()?))
 }
 
 /// Runs the test of informers, which others leave out because it takes two minutes. `--workspace` keeps cargo

@@ -13,15 +13,18 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
+    thread,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Args;
-use serde_json::Value;
+use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use devkit::{
     report::{Style, line},
-    workspace::{self, cargo, shown},
+    workspace::{self, Programs, cargo, shown},
 };
 
 use self::rows::{Exhibit, Process, ROWS, Row};
@@ -32,11 +35,15 @@ Examples:
   cargo xtask museum 13 23              only these rows
   cargo xtask museum --processes        also the tests with real processes, with a build of kas that has flaws
   cargo xtask museum --processes --slow also those that take a minute or more
+  cargo xtask museum --processes --slow --report target/chaos
+                                        and keep the result for the report of cargo xtask chaos
   cargo xtask museum --docs             write docs/museum.md
 Exit codes: 0, every test passed and was seen to fail; 1, one was not.";
 
 /// The variable that chooses the flaw of a process. No program that ships contains its name.
 const VARIABLE: &str = "KAS_FLAW";
+/// The variables of that build.
+const VARIABLES: [&str; 2] = [VARIABLE, "KAS_RECORDS"];
 
 /// Arguments of `museum`.
 #[derive(Debug, Args)]
@@ -51,6 +58,9 @@ pub(crate) struct MuseumArgs {
     /// With --processes: also those that take a minute or more
     #[arg(long, requires = "processes")]
     slow: bool,
+    /// With --processes: keep the result in this folder, for the report of `cargo xtask chaos`
+    #[arg(long, value_name = "DIR", requires = "processes")]
+    report: Option<PathBuf>,
     /// Write docs/museum.md, and run nothing
     #[arg(long)]
     docs: bool,
@@ -96,18 +106,45 @@ pub(crate) fn run(args: &MuseumArgs) -> Result<ExitCode> {
         ROWS.iter().filter(|row| args.numbers.is_empty() || args.numbers.contains(&row.number)).collect();
     let mut results = exhibits(&rows)?;
     if args.processes {
-        let chosen: Vec<(usize, &Process)> = rows
-            .iter()
-            .flat_map(|row| row.processes.iter().map(|process| (row.number, process)))
-            .filter(|(_, process)| args.slow || !process.is_slow)
-            .collect();
-        results.extend(processes(&chosen)?);
+        let began = Instant::now();
+        let of_processes = processes(&processes_of(&rows, args.slow))?;
+        if let Some(folder) = &args.report {
+            keep(folder, args, &of_processes, began.elapsed())?;
+        }
+        results.extend(of_processes);
     }
     results.sort_by_key(|shown| shown.number);
     print(&rows, &results);
-    let is_good = results.iter().all(|shown| shown.right == Seen::Good)
-        && results.iter().all(|shown| matches!(shown.broken, Seen::Good | Seen::NoFlaw));
-    Ok(if is_good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if are_good(&results) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Keeps the result of the tests with real processes, for the report of `cargo xtask chaos`.
+fn keep(folder: &Path, args: &MuseumArgs, results: &[Shown], took: Duration) -> Result<()> {
+    #[expect(clippy::disallowed_methods, reason = "it is only shown")]
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let started = now.saturating_sub(took).as_secs();
+    let kas = workspace::target()?.join("museum/kas");
+    let version = Command::new(&kas).arg("--version").output();
+    let version = version.with_context(|| format!("cannot run {}", kas.display()))?.stdout;
+    let version = String::from_utf8_lossy(&version);
+    let commit = version.trim().rsplit_once("commit: ").map(|(_, commit)| commit);
+    let flawed = results.iter().filter(|shown| !shown.flaw.is_empty());
+    let both = flawed.clone().filter(|shown| shown.right == Seen::Good && shown.broken == Seen::Good);
+    let failed = results.iter().filter(|shown| !are_good(std::slice::from_ref(shown)));
+    let command = ["cargo xtask museum --processes", if args.slow { " --slow" } else { "" }].concat();
+    let result = json!({
+        "started": started,
+        "commit": commit.with_context(|| format!("kas --version tells no commit: {version:?}"))?,
+        "command": command,
+        "tests": results.len(),
+        "flawed": flawed.clone().count(),
+        "both": both.count(),
+        "failed": failed.map(|shown| &*shown.test).collect::<Vec<_>>(),
+        "seconds": took.as_secs(),
+    });
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let path = folder.join(format!("museum-{started}.json"));
+    fs::write(&path, result.to_string()).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Runs the tests of crates.
@@ -121,7 +158,7 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
     let mut build = cargo();
     build.args(["test", "--lib", "--no-run"]);
     build.args(by_package.keys().flat_map(|package| ["-p", package]));
-    let tests = Tests::build(build)?;
+    let (tests, _) = Tests::build(build)?;
     let mut results = Vec::new();
     for (package, exhibits) in by_package {
         let mut command = tests.command(package, &Path::new("crates").join(package))?;
@@ -147,7 +184,8 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
 struct Tests(BTreeMap<String, PathBuf>);
 
 impl Tests {
-    fn build(command: Command) -> Result<Self> {
+    /// Builds them, and programs with them.
+    fn build(command: Command) -> Result<(Self, Programs)> {
         line(format_args!("running: {}", shown(&command)));
         let mut executables = BTreeMap::new();
         let seen = |message: &Value| {
@@ -159,8 +197,8 @@ impl Tests {
             }
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(workspace::build_seen(command, seen))?;
-        Ok(Self(executables))
+        let programs = runtime.block_on(workspace::build_seen(command, seen))?;
+        Ok((Self(executables), programs))
     }
 
     /// Returns a command that runs the tests that are its arguments, in the folder of their package.
@@ -198,20 +236,45 @@ fn printed_by<'a>(output: &'a str, test: &str) -> &'a str {
     &printed[..printed.find("\n---- ").unwrap_or(printed.len())]
 }
 
-/// Runs the tests with real processes.
+/// Runs the tests with real processes that are quick and have a flaw, in both directions, and prints them.
+/// Returns whether all is as it must be. What it builds shares all dependencies with the tests.
+pub(crate) fn quick_of_tests() -> Result<bool> {
+    let rows: Vec<&Row> = ROWS.iter().collect();
+    let mut chosen = processes_of(&rows, false);
+    // Of the others, the suite runs the only direction.
+    chosen.retain(|(_, process)| process.flaw.is_some());
+    let results = processes(&chosen)?;
+    let shown: Vec<&Row> =
+        rows.into_iter().filter(|row| results.iter().any(|it| it.number == row.number)).collect();
+    print(&shown, &results);
+    Ok(are_good(&results))
+}
+
+/// Returns the tests with real processes of these rows, each with the number of its row.
+fn processes_of<'a>(rows: &[&'a Row], slow: bool) -> Vec<(usize, &'a Process)> {
+    let all = rows.iter().flat_map(|row| row.processes.iter().map(|process| (row.number, process)));
+    all.filter(|(_, process)| slow || !process.is_slow).collect()
+}
+
+fn are_good(results: &[Shown]) -> bool {
+    results.iter().all(|shown| shown.right == Seen::Good && matches!(shown.broken, Seen::Good | Seen::NoFlaw))
+}
+
+/// Runs tests with real processes.
 fn processes(chosen: &[(usize, &Process)]) -> Result<Vec<Shown>> {
-    let programs = broken_programs()?;
-    let mut build = cargo();
-    build.args(["test", "-p", "tests", "--no-run"]);
     let names: BTreeSet<&str> = chosen.iter().map(|(_, process)| process.program).collect();
+    // As the suite does, which shares this.
+    let mut build = cargo();
+    build.args(["build", "--workspace", "--bins"]);
     build.args(names.into_iter().flat_map(|name| ["--test", name]));
-    let tests = Tests::build(build)?;
+    let (tests, programs) = Tests::build(build)?;
+    let folder = with_flaws(&programs)?;
     let mut results = Vec::new();
     for (number, process) in chosen {
         let passes = |flaw: Option<&str>| -> Result<bool> {
             let mut command = tests.command(process.program, Path::new("tests"))?;
             command.args(["--include-ignored", process.test]);
-            command.env("KAS_PROGRAMS", &programs).env_remove(VARIABLE);
+            command.env("KAS_PROGRAMS", &folder).env_remove(VARIABLE);
             if let Some(flaw) = flaw {
                 command.env(VARIABLE, flaw);
             }
@@ -222,12 +285,23 @@ fn processes(chosen: &[(usize, &Process)]) -> Result<Vec<Shown>> {
                 None => bail!("{} has no test {}", process.program, process.test),
             }
         };
-        let right = if passes(None)? { Seen::Good } else { Seen::Bad };
-        let broken = match process.flaw {
+        // They wait more than they compute.
+        let (right, broken) = thread::scope(|scope| {
+            let broken = scope.spawn(|| process.flaw.map(|flaw| passes(Some(flaw))).transpose());
+            (passes(None), broken.join())
+        });
+        let right = if right? { Seen::Good } else { Seen::Bad };
+        let broken = match broken.map_err(|_| anyhow!("the thread of {} panicked", process.test))?? {
             None => Seen::NoFlaw,
+            // It says nothing about the flaw.
             Some(_) if right == Seen::Bad => Seen::NotRun,
-            Some(flaw) if passes(Some(flaw))? => Seen::Bad,
-            Some(_) => Seen::Good,
+            Some(passes) => {
+                if passes {
+                    Seen::Bad
+                } else {
+                    Seen::Good
+                }
+            }
         };
         results.push(Shown {
             number: *number,
@@ -241,24 +315,27 @@ fn processes(chosen: &[(usize, &Process)]) -> Result<Vec<Shown>> {
     Ok(results)
 }
 
-/// Builds a folder with the programs that tests start, in which kas has flaws.
-fn broken_programs() -> Result<PathBuf> {
-    let mut programs = workspace::build_programs(false);
-    programs.args(["--features", "agentk/bench"]);
+/// Makes a folder with the programs that tests start, in which kas has flaws. As an example, it has the
+/// dependencies of the tests; only crates of the workspace are compiled for it.
+fn with_flaws(programs: &Programs) -> Result<PathBuf> {
     let mut broken = cargo();
-    broken.args(["build", "-p", "kas", "--features", "flaws", "--example", "with-flaws"]);
+    broken.args(["build", "--workspace", "--features", "kas/flaws", "--example", "with-flaws"]);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let programs = runtime.block_on(workspace::build(programs))?;
+    line(format_args!("running: {}", shown(&broken)));
     let broken = runtime.block_on(workspace::build(broken))?;
-    let folder = workspace::root().join("target/museum");
-    fs::create_dir_all(&folder).context("cannot make target/museum")?;
+    let folder = workspace::target()?.join("museum");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     for (name, path) in [
         ("kas", broken.path("with-flaws")?),
         ("agentk", programs.path("agentk")?),
         ("kasctl", programs.path("kasctl")?),
     ] {
         let to = folder.join(name);
-        fs::copy(path, &to).with_context(|| format!("cannot write {}", to.display()))?;
+        // Links, as copies of these programs take a gigabyte.
+        let _ = fs::remove_file(&to);
+        fs::hard_link(path, &to)
+            .or_else(|_| fs::copy(path, &to).map(drop))
+            .with_context(|| format!("cannot write {}", to.display()))?;
     }
     Ok(folder)
 }
@@ -326,8 +403,9 @@ proof that it can fail: a *flaw*, a switch that brings the bug back. `cargo xtas
 directions and prints this table with the results; `--processes` also runs those that start real replicas.
 
 The switches are the enums `Flaw` of the crates. They exist in the tests of their crate, and in a build of kas with
-the feature `flaws`, where the variable `KAS_FLAW` chooses one. That build never ships: `cargo xtask ci` searches the
-programs for the variable's name.
+the feature `flaws`, where the variable `KAS_FLAW` chooses one. That build also writes what other versions write to
+replicas, if `KAS_RECORDS` says so: [S36 and S37](chaos.md#s36) run it. It never ships: `cargo xtask ci` searches the
+programs for the names of both variables.
 
 Tests named `schedules_of_…` explore the order in which tasks run (crate `museum`). They run two thousand orders in
 the suite. For more:
@@ -392,8 +470,10 @@ pub(crate) fn absence() -> Result<()> {
 
 fn lacks(program: &Path) -> Result<()> {
     let bytes = fs::read(program).with_context(|| format!("cannot read {}", program.display()))?;
-    let has = bytes.windows(VARIABLE.len()).any(|window| window == VARIABLE.as_bytes());
-    ensure!(!has, "{} was built with the feature flaws: it contains {VARIABLE}", program.display());
+    for variable in VARIABLES {
+        let has = bytes.windows(variable.len()).any(|window| window == variable.as_bytes());
+        ensure!(!has, "{} was built with the feature flaws: it contains {variable}", program.display());
+    }
     Ok(())
 }
 
@@ -480,7 +560,9 @@ mod tests {
         let path = folder.path().join("kas");
         fs::write(&path, b"\x7fELF without").unwrap();
         lacks(&path).unwrap();
-        fs::write(&path, [b"\x7fELF ".as_slice(), VARIABLE.as_bytes(), b"\0"].concat()).unwrap();
-        assert!(lacks(&path).unwrap_err().to_string().contains("feature flaws"));
+        for variable in VARIABLES {
+            fs::write(&path, [b"\x7fELF ".as_slice(), variable.as_bytes(), b"\0"].concat()).unwrap();
+            assert!(lacks(&path).unwrap_err().to_string().contains("feature flaws"));
+        }
     }
 }

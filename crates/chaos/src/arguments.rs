@@ -92,7 +92,8 @@ pub(crate) struct ChaosArgs {
     /// Use the programs kas and agentk in this folder. Default: that of this program
     #[arg(long, value_name = "DIR")]
     pub(crate) programs: Option<PathBuf>,
-    /// Every second replica runs the programs in this folder: another build
+    /// Every second replica runs the programs in this folder: another build. Default: none; in S36 and S37, a
+    /// build that writes records of other versions
     #[arg(long, value_name = "DIR")]
     pub(crate) other_programs: Option<PathBuf>,
     /// Do not build the programs; read by xtask

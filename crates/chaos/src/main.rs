@@ -29,6 +29,7 @@ mod swarm;
 mod table;
 mod timeline;
 mod viewer;
+mod written;
 
 use std::{
     io::Write as _,
@@ -51,6 +52,9 @@ use crate::{
 const PROGRAMS: &str = "KAS_PROGRAMS";
 /// A scenario could not run.
 const SKIPPED: u8 = 3;
+/// The folder with a kas that writes records of other versions, beside this program: `cargo xtask chaos`
+/// makes it.
+const RECORDS: &str = "records";
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -70,7 +74,7 @@ fn main() -> ExitCode {
 }
 
 fn list(arguments: &ChaosArgs) -> Result<ExitCode> {
-    let list = table::list(arguments.tracker, arguments.other_programs.is_some());
+    let list = table::list(arguments.tracker, other(arguments)?.is_some());
     // A reader that has seen enough is no error.
     let _ = std::io::stdout().write_all(list.as_bytes());
     Ok(ExitCode::SUCCESS)
@@ -102,13 +106,13 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     if std::env::var_os(PROGRAMS).is_none() {
         return with_programs(arguments);
     }
-    let other = arguments.other_programs.is_some();
+    let other = other(arguments)?.is_some();
     // The first of its trackers, if none is asked for.
     let with = |scenario: &'static Scenario| (scenario, arguments.tracker.unwrap_or(scenario.trackers[0]));
     let chosen: Vec<(&Scenario, Tracker)> = if arguments.scenario.is_empty() {
         // What does not run here is no part of the set, and said at the end.
         let asked = |scenario: &Scenario, tracker| {
-            left_out(scenario, tracker, arguments).is_none() && (scenario.quick || !arguments.quick)
+            left_out(scenario, tracker, arguments, other).is_none() && (scenario.quick || !arguments.quick)
         };
         ALL.iter().map(with).filter(|(scenario, tracker)| asked(scenario, *tracker)).collect()
     } else {
@@ -143,7 +147,7 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
     }
     if arguments.scenario.is_empty() && !arguments.quick {
         for (scenario, tracker) in ALL.iter().map(with) {
-            if let Some(why) = left_out(scenario, tracker, arguments) {
+            if let Some(why) = left_out(scenario, tracker, arguments, other) {
                 println!("NOT RUN  {}: {why}", scenario.id);
             }
         }
@@ -159,7 +163,7 @@ fn chaos(arguments: &ChaosArgs) -> Result<ExitCode> {
 }
 
 /// Why a scenario is no part of the set of all that can run.
-fn left_out(scenario: &Scenario, tracker: Tracker, arguments: &ChaosArgs) -> Option<String> {
+fn left_out(scenario: &Scenario, tracker: Tracker, arguments: &ChaosArgs, other: bool) -> Option<String> {
     if let Some(elsewhere) = scenario.elsewhere {
         return Some(elsewhere.to_owned());
     }
@@ -169,8 +173,15 @@ fn left_out(scenario: &Scenario, tracker: Tracker, arguments: &ChaosArgs) -> Opt
     if scenario.slow && !arguments.slow {
         return Some("with --slow, or by its name".to_owned());
     }
-    let lacks_builds = scenario.two_builds && arguments.other_programs.is_none();
-    lacks_builds.then(|| "with --other-programs, the folder of another build".to_owned())
+    (scenario.two_builds && !other).then(|| "with --other-programs, the folder of another build".to_owned())
+}
+
+/// The folder with another build: the one that was asked for, or the one that writes records of other
+/// versions.
+fn other(arguments: &ChaosArgs) -> Result<Option<PathBuf>> {
+    let records = std::env::current_exe()?.with_file_name(RECORDS);
+    let records = records.join("kas").is_file().then_some(records);
+    Ok(arguments.other_programs.clone().or(records))
 }
 
 /// The folders with the programs under test.
@@ -178,7 +189,7 @@ fn programs(arguments: &ChaosArgs) -> Result<Vec<PathBuf>> {
     let own = std::env::current_exe()?;
     let own = own.parent().context("a program is in a folder")?;
     let folder = arguments.programs.as_deref().unwrap_or(own);
-    let folders = [Some(folder), arguments.other_programs.as_deref()].into_iter().flatten();
+    let folders = [Some(folder.to_owned()), other(arguments)?].into_iter().flatten();
     Ok(folders.map(std::path::absolute).collect::<std::io::Result<_>>()?)
 }
 
@@ -220,6 +231,11 @@ async fn one(
     let agents = arguments.agents;
     let form = Form { quick, tracker, agents, debug, no_gates: arguments.no_gates };
     let mut setup = scenarios::setup(scenario.id, quick);
+    if arguments.other_programs.is_none() {
+        // Without being asked, a replica runs the other build only where the scenario says so.
+        setup.one_build = true;
+        setup.written = scenarios::written(scenario.id);
+    }
     if let Some(agents) = agents {
         setup.scale(scenario.id, agents)?;
     }

@@ -151,7 +151,7 @@ pub(crate) fn write(results: &Path, docs: &Path) -> Result<()> {
     let all = result::read(results)?;
     let pictures = docs.join(PICTURES);
     std::fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
-    let (page, shown) = page::page(&all, &slow::simulated(results)?);
+    let (page, shown) = page::page(&all, &slow::Kept::read(results)?);
     for old in std::fs::read_dir(&pictures)? {
         let path = old?.path();
         let is_picture = path.extension().is_some_and(|ending| ending == "svg");

@@ -50,6 +50,7 @@ use crate::{
     sizes::{Size, Sized, Sizes},
     slope::Slope,
     table::Tracker,
+    written::Written,
 };
 
 /// The port of the Kubernetes endpoint.
@@ -169,13 +170,18 @@ impl Run {
         };
         merge(&mut config, setup.config.clone());
         let wall = setup.clock.map(|_| WallClock::new(folder.path())).transpose()?;
-        let env = match (setup.clock, &wall) {
+        let mut env: BTreeMap<usize, Vec<(String, String)>> = match (setup.clock, &wall) {
             (Some(n), Some(wall)) => [(n, wall.environment()?)].into(),
             _ => BTreeMap::new(),
         };
+        for (n, written) in setup.written.iter().enumerate() {
+            let (name, value) = written.variable();
+            env.entry(n).or_default().push((name.to_owned(), value.to_owned()));
+        }
         let mut mesh = Mesh::start_with(mesh::Options {
             env,
             build: setup.one_build.then_some(0),
+            builds: setup.written.iter().map(|written| written.build()).enumerate().collect(),
             replicas: setup.replicas,
             agents: setup.agents + setup.more_agents,
             config,
@@ -407,6 +413,14 @@ impl Run {
         self.lives(n);
         self.say(&format!("replica {n} is back"));
         Ok(())
+    }
+
+    /// Lets a replica write these records from its next start on.
+    pub(crate) fn write(&mut self, n: usize, written: Written) {
+        let (name, value) = written.variable();
+        self.mesh.set_build(n, written.build());
+        self.mesh.set_env(n, name, value);
+        self.setup.written[n] = written;
     }
 
     /// Starts a replica for the first time.

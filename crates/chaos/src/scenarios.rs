@@ -34,6 +34,8 @@ use crate::{
     run::{Drain, Run, Setup, Tls},
 };
 
+pub(crate) use self::upgrade::written;
+
 /// A drain with another grace for upgraded connections, in seconds.
 fn grace(seconds: u64) -> Drain {
     Drain { grace: Duration::from_secs(seconds), ..Drain::default() }
@@ -62,7 +64,10 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
         "S03" => Setup { connections: 1, only: Some(0), ..setup },
         "S01" | "S05" | "S57" => Setup { connections: 1, ..setup },
         "S04" => Setup { connections: 1, only: Some(phases::OWNER), ..setup },
-        "S09" | "S58" | "S36" if !quick => Setup { drain: grace(10), ..setup },
+        "S36" => {
+            Setup { more_agents: upgrade::ONE_REPLICA, drain: grace(if quick { 3 } else { 10 }), ..setup }
+        }
+        "S09" | "S58" if !quick => Setup { drain: grace(10), ..setup },
         "S09G" => Setup { drain: grace(600), ..setup },
         "S18" => Setup { more_agents: 40, ..setup },
         "S20" => Setup { replicas: 5, ..setup },
@@ -73,7 +78,12 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
         "S33" => Setup { connections: 1, only: Some(0), more_agents: 60, ..setup },
         "S34" | "S41" => Setup { more_agents: 4, ..setup },
         "S35" => Setup { clock: Some(clock::STEPPED), ..setup },
-        "S37" => Setup { one_build: true, drain: grace(if quick { 3 } else { 10 }), ..setup },
+        "S37" => Setup {
+            more_agents: upgrade::ONE_REPLICA,
+            one_build: true,
+            drain: grace(if quick { 3 } else { 10 }),
+            ..setup
+        },
         "S40" => Setup {
             more_agents: 8,
             config: json!({ "agent": {
@@ -141,6 +151,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S06" => process::all_killed(run).await,
         "S07" => process::crash_loop(run).await,
         "S08" => process::paused(run).await,
+        "S36" if !run.setup.written.is_empty() => upgrade::side_by_side(run).await,
         "S09" | "S36" => restarts::rolling(run).await,
         "S09G" => restarts::default_grace(run).await,
         "S10" => network::pair(run).await,
@@ -172,6 +183,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S33" => packets::slow_peer(run).await,
         "S34" => wires::narrow(run).await,
         "S35" => clock::stepped(run).await,
+        "S37" if !run.setup.written.is_empty() => upgrade::through_versions(run).await,
         "S37" => upgrade::and_back(run).await,
         "S38" => limits::exhausted(run).await,
         "S39" => processor::starved(run).await,

@@ -171,7 +171,7 @@ impl Scenario {
             return Some(format!("it is about --tracker {}", others.join(" and ")));
         }
         if self.two_builds && !other {
-            return Some("it needs --other-programs, a folder with another build".to_owned());
+            return Some("it needs a build that writes records of other versions, which cargo xtask chaos makes, or --other-programs".to_owned());
         }
         missing(tracker).or_else(|| self.needs.iter().find_map(|need| need.missing()))
     }
@@ -389,11 +389,17 @@ pub(crate) const ALL: &[Scenario] = &[
         false,
     )
     .needs(&[Need::Faketime]),
-    row("S36", "two builds side by side (--other-programs)", "full function, rolling restart", false).two_builds(),
+    row(
+        "S36",
+        "replicas that write the records of the previous, this, the next and a much later version side by side (--other-programs: two builds)",
+        "equal views, requests cross in all directions, nothing is malformed, rolling restart",
+        false,
+    )
+    .two_builds(),
     row(
         "S37",
-        "rolling upgrade of all to another build (--other-programs), then the downgrade",
-        "0 failed requests, watches end in order",
+        "rolling upgrade of all from the records of the previous version to those of this and of the next one, then the downgrade (--other-programs: to another build, and back)",
+        "0 failed requests, watches end in order, nothing is malformed",
         false,
     )
     .two_builds(),

@@ -532,6 +532,8 @@ impl Kas {
             services.push(files.for_replicas());
             services.push(pushes.service());
             services.extend(hooks_private);
+            #[cfg(any(test, feature = "flaws"))]
+            let services = crate::replicas::records::services(services);
             let service = PrivateListener::new(
                 JwtVerifier::for_replicas(&secrets.private),
                 mesh.me.id.clone(),

@@ -13,6 +13,8 @@ mod backend;
 pub mod gossip_backend;
 mod mesh;
 pub mod metrics;
+#[cfg(any(test, feature = "flaws"))]
+pub(crate) mod records;
 pub mod redis_backend;
 
 pub use self::{

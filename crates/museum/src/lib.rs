@@ -4,8 +4,13 @@
 //! build as it is, in which it must pass, and with a *flaw*, in which it must fail. A flaw is a switch that
 //! breaks one rule in a crate; [`exhibit`] runs both directions, and `cargo xtask museum` prints them.
 //!
-//! [`sync`] and [`schedule`] explore the order in which tasks run.
+//! [`sync`] and [`schedule`] explore the order in which tasks run: feature `schedules`.
+//!
+//! [`records`] has what replicas of other versions write.
 
 pub mod exhibit;
+pub mod records;
+#[cfg(feature = "schedules")]
 pub mod schedule;
+#[cfg(feature = "schedules")]
 pub mod sync;

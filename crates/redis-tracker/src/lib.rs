@@ -15,6 +15,8 @@ mod outbox;
 mod projects;
 mod publisher;
 mod reader;
+#[cfg(any(test, feature = "flaws"))]
+mod records;
 mod search;
 mod tracker;
 mod value;

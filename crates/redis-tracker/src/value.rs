@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use cluster::{AgentMeta, Connection, Replica, ReplicaState};
 use ids::{AgentId, ConnectionId, ReplicaId};
-use prost::Message as _;
+use prost::Message;
 use prost_types::{Any, Timestamp};
 use proto::{
     gitlab::agent::{
@@ -67,12 +67,20 @@ fn time(stamp: &Timestamp) -> Duration {
 }
 
 fn entry(expires_at: Duration, type_url: &str, value: Vec<u8>, owner: EntryOwner) -> Vec<u8> {
-    SharedEntry {
+    let entry = SharedEntry {
         expires_at: Some(stamp(expires_at)),
         value: Some(Any { type_url: type_url.to_owned(), value }),
         owner: Some(owner),
-    }
-    .encode_to_vec()
+    };
+    encode(&entry)
+}
+
+/// Returns the bytes of a message for others.
+pub(crate) fn encode(message: &impl Message) -> Vec<u8> {
+    let bytes = message.encode_to_vec();
+    #[cfg(any(test, feature = "flaws"))]
+    let bytes = crate::records::message(bytes);
+    bytes
 }
 
 fn owner(owner: &Owner, agent_name: &str) -> EntryOwner {
@@ -211,7 +219,11 @@ pub(crate) struct Liveness {
 
 impl Liveness {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("texts and numbers are JSON")
+        #[cfg(not(any(test, feature = "flaws")))]
+        let written = serde_json::to_vec(self);
+        #[cfg(any(test, feature = "flaws"))]
+        let written = serde_json::to_value(self).map(crate::records::life);
+        written.expect("texts and numbers are JSON")
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {

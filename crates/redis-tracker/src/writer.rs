@@ -12,7 +12,6 @@ use std::{
 
 use cluster::ReplicaState;
 use ids::ReplicaId;
-use prost::Message as _;
 use proto::kas::internal::v1::SharedEvent;
 use redis::{Cmd, Value, cmd};
 use tokio::time::{Instant, sleep_until};
@@ -22,7 +21,7 @@ use crate::{
     connect::{Error, Link},
     outbox::{Batch, Change},
     tracker::{AGES, Clock, Peer, RedisTracker},
-    value::Liveness,
+    value::{self, Liveness},
 };
 
 /// The time to live of a hash, in multiples of that of an entry. It is extended when less than one is left,
@@ -267,7 +266,7 @@ impl RedisTracker {
             life: news && write,
             ..SharedEvent::default()
         };
-        let publish = cmd("PUBLISH").arg(self.keys.events()).arg(event.encode_to_vec()).take();
+        let publish = cmd("PUBLISH").arg(self.keys.events()).arg(value::encode(&event)).take();
         let apart = self.dialer.is_cluster();
         let mut last = Vec::new();
         if apart {
@@ -469,7 +468,7 @@ impl RedisTracker {
         }
         let publish = batch.event.as_ref().map(|event| {
             let event = SharedEvent { number: state.number + 1, ..event.clone() };
-            cmd("PUBLISH").arg(self.keys.events()).arg(event.encode_to_vec()).take()
+            cmd("PUBLISH").arg(self.keys.events()).arg(value::encode(&event)).take()
         });
         // In the same transaction as the changes, if possible, so that a reader is not notified before it can
         // read them.
@@ -531,7 +530,7 @@ impl RedisTracker {
             commands.push(cmd("HDEL").arg(self.keys.replicas()).arg(self.me.id.as_str()).take());
             commands.push(cmd("DEL").arg(self.keys.projects(&self.me.id)).take());
         }
-        commands.push(cmd("PUBLISH").arg(self.keys.events()).arg(event.encode_to_vec()).take());
+        commands.push(cmd("PUBLISH").arg(self.keys.events()).arg(value::encode(&event)).take());
         let mut result = link.each(&self.dialer, commands).await.map(drop);
         while result.is_ok() && self.inner().outbox.unwritten() > 0 && !is_name_taken {
             result = self.write_batch(link, state).await;

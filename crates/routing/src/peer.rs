@@ -17,6 +17,8 @@ mod credential;
 pub mod gitlab;
 pub mod lease_pool;
 pub mod link;
+#[cfg(any(test, feature = "flaws"))]
+mod records;
 
 use std::{
     collections::HashMap,

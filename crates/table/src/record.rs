@@ -11,7 +11,7 @@
 //! fields and this version still reads the record.
 //!
 //! In gossip values, a record is base64url text without padding. The summary is plain text that an operator
-//! can read.
+//! can read. To it, too, a later version can add parts.
 
 use std::{fmt, str::FromStr};
 
@@ -186,8 +186,11 @@ impl FromStr for Summary {
             count: number(part()?)?,
             digest: u64::from_str_radix(part()?, 16).map_err(|_| InvalidSummary)?,
         };
-        // This comparison refuses plus signs, leading zeros, upper case and a fifth part.
-        if summary.to_string() == s { Ok(summary) } else { Err(InvalidSummary) }
+        // This comparison refuses plus signs, leading zeros and upper case. A fifth part is of a later version.
+        match s.strip_prefix(&*summary.to_string()) {
+            Some(rest) if rest.is_empty() || rest.starts_with(':') => Ok(summary),
+            _ => Err(InvalidSummary),
+        }
     }
 }
 
@@ -318,16 +321,21 @@ mod tests {
     }
 
     #[test]
-    fn summary_has_one_spelling() {
+    fn a_summary_has_one_spelling_and_later_parts_are_ignored() {
         let summary = Summary { epoch: Epoch(17), version: Version(3), count: 2, digest: 0xab };
         assert_eq!(summary.to_string(), "17:3:2:00000000000000ab");
         assert_eq!("17:3:2:00000000000000ab".parse(), Ok(summary));
+        assert_eq!(
+            "17:3:2:00000000000000ab:4:x".parse(),
+            Ok(summary),
+            "parts of a later version are ignored"
+        );
         for bad in [
             "",
             "17:3:2",
             "17:3:2:ab",
             "17:3:2:00000000000000AB",
-            "17:3:2:00000000000000ab:",
+            "17:3:2:00000000000000abc",
             "+17:3:2:00000000000000ab",
             "017:3:2:00000000000000ab",
             "17:3:2:00000000000000ab ",

@@ -168,6 +168,12 @@ impl Kas {
         self.replica = build;
     }
 
+    /// Sets an environment variable from the next start on.
+    pub fn set_env(&mut self, name: &str, value: &str) {
+        self.env.retain(|(known, _)| known != name);
+        self.env.push((name.to_owned(), value.to_owned()));
+    }
+
     /// Replaces the identity file atomically.
     ///
     /// # Errors

@@ -80,6 +80,8 @@ pub struct Options {
     pub env: BTreeMap<usize, Vec<(String, String)>>,
     /// The build that all replicas run at first, by its number in `KAS_PROGRAMS`; `None`: they take turns.
     pub build: Option<usize>,
+    /// The builds that single replicas run at first, whatever `build` says.
+    pub builds: BTreeMap<usize, usize>,
 }
 
 impl Default for Options {
@@ -98,6 +100,7 @@ impl Default for Options {
             audits: None,
             env: BTreeMap::new(),
             build: None,
+            builds: BTreeMap::new(),
         }
     }
 }
@@ -280,7 +283,7 @@ impl Mesh {
             config,
             namespace: self.network.as_ref().map(|network| network.host(n).to_owned()),
             env: self.options.env.get(&n).cloned().unwrap_or_default(),
-            replica: self.options.build.unwrap_or(n),
+            replica: self.options.builds.get(&n).copied().or(self.options.build).unwrap_or(n),
         }
     }
 
@@ -290,6 +293,14 @@ impl Mesh {
     /// When it was never started.
     pub fn set_build(&mut self, n: usize, build: usize) {
         self.replicas[n].as_mut().expect("the replica was started").set_build(build);
+    }
+
+    /// Sets an environment variable of a replica from its next start on.
+    ///
+    /// # Panics
+    /// When it was never started.
+    pub fn set_env(&mut self, n: usize, name: &str, value: &str) {
+        self.replicas[n].as_mut().expect("the replica was started").set_env(name, value);
     }
 
     /// Waits until a replica is ready.

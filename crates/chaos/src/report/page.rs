@@ -8,7 +8,7 @@ use super::{
     date, number,
     result::{FAILS, Quantity, RunResult},
     short,
-    slow::{self, Simulated},
+    slow::{self, Kept},
 };
 use crate::{
     measure::Better,
@@ -120,7 +120,7 @@ fn rows<'a>(id: &str, results: &'a [RunResult]) -> BTreeMap<&'a str, Row<'a>> {
 }
 
 /// Returns the page, and the pictures that it shows: the file of each result, and the name of its picture.
-pub(super) fn page(results: &[RunResult], simulated: &[Simulated]) -> (String, Vec<(String, String)>) {
+pub(super) fn page(results: &[RunResult], kept: &Kept) -> (String, Vec<(String, String)>) {
     let mut out = String::from(HEAD);
     machines(&mut out, results);
     let mut shown = Vec::new();
@@ -133,7 +133,7 @@ pub(super) fn page(results: &[RunResult], simulated: &[Simulated]) -> (String, V
     }
     targets(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
     invariants(&mut out, all.iter().flat_map(|(_, rows)| rows.values()));
-    slow::section(&mut out, results, simulated);
+    slow::section(&mut out, results, kept);
     let _ = writeln!(out, "\n{}", FOUND.trim_end());
     for (scenario, rows) in &all {
         if !rows.is_empty() {
@@ -392,7 +392,7 @@ mod tests {
             result("S02", "quick", "a", &["T_kill is 600, the gate is 500"]),
             result("S02", "quick", "a", &[]),
         ];
-        let (text, _) = page(&results, &[]);
+        let (text, _) = page(&results, &Kept::default());
         assert!(text.contains("[**FAILS**](#s02) (quick, 1 of 2)"), "{text}");
         assert!(text.contains("**Fails**, seed 0: T_kill is 600"), "{text}");
         assert!(text.contains("| S01 |") && text.contains("was not run"), "{text}");
@@ -421,7 +421,7 @@ mod tests {
             measured("quick", "b", 70.0),
             measured("full", "a", 300.0),
         ];
-        let (text, shown) = page(&results, &[]);
+        let (text, shown) = page(&results, &Kept::default());
         assert!(text.contains("| T_kill | 2 | 50 | 70 | 70 ms | 100 | 500 | target |"), "{text}");
         assert!(text.contains("| T_kill | 1 | 300 | 300 | 300 ms | 100 | 500 | gate |"), "{text}");
         assert!(text.contains("| T_kill | S02 | 3 | 70 | 300 |"), "{text}");
@@ -442,7 +442,7 @@ mod tests {
             values: vec![3.0, 60.0, 90.0],
         };
         let run = RunResult { measured: vec![grace], runs: 7, ..result("S25", "quick", "a", &[]) };
-        let (text, _) = page(&[run], &[]);
+        let (text, _) = page(&[run], &Kept::default());
         assert!(text.contains("| T_grace | 3 | 60 | 3 | 3 ms (smallest) | 0 | 0 | target |"), "{text}");
         assert!(text.contains("0 requests: those that wait "), "{text}");
         assert!(text.contains(" are not counted. Agents recorded 7 runs."), "{text}");

@@ -17,8 +17,10 @@ use crate::{
     timeline,
 };
 
-/// How the files begin in which `cargo xtask sim --report` keeps its results.
+/// How the files begin in which `cargo xtask sim --report` keeps its results, and `cargo xtask museum
+/// --report`.
 pub(super) const SIMULATION: &str = "simulation-";
+pub(super) const MUSEUM: &str = "museum-";
 
 /// Messages of failures that are kept of a run, the most frequent first.
 const ERRORS: usize = 8;
@@ -221,7 +223,7 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<RunResult>> {
     for entry in entries {
         let path: PathBuf = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if !name.ends_with(".json") || name.starts_with(SIMULATION) {
+        if !name.ends_with(".json") || [SIMULATION, MUSEUM].iter().any(|other| name.starts_with(other)) {
             continue;
         }
         let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;

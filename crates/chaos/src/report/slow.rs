@@ -1,5 +1,5 @@
-//! What takes longer than the checks allow, with the last result of each: long forms of scenarios, and many
-//! seeds of the simulation.
+//! What takes longer than the checks allow, with the last result of each: long forms of scenarios, many seeds
+//! of the simulation, and the tests of the bug museum with real processes.
 
 use std::{
     fmt::Write as _,
@@ -7,11 +7,11 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 use super::{
     date,
-    result::{RunResult, SIMULATION},
+    result::{MUSEUM, RunResult, SIMULATION},
 };
 
 /// How many seeds the long form of the simulation has.
@@ -110,29 +110,76 @@ fn add_up(mut all: Vec<Simulated>) -> Vec<Simulated> {
     sums
 }
 
-/// Reads the results of the simulation in a folder, in the order in which they began. Runs of consecutive
-/// seeds are one.
-///
-/// # Errors
-/// If one cannot be read.
-pub(super) fn simulated(folder: &Path) -> Result<Vec<Simulated>> {
+/// What a run of the museum left.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct Shown {
+    started: u64,
+    commit: String,
+    command: String,
+    /// Tests with real processes, those of them that have a flaw, and those that passed without and failed
+    /// with it.
+    tests: u64,
+    flawed: u64,
+    both: u64,
+    /// Those that did otherwise, in one direction or both.
+    failed: Vec<String>,
+    seconds: u64,
+}
+
+impl Shown {
+    /// The run in a few words.
+    fn words(&self) -> String {
+        let Self { started, commit, command, tests, flawed, both, failed, seconds } = self;
+        let failed =
+            if failed.is_empty() { "passes".to_owned() } else { format!("**FAILS**: {}", failed.join(", ")) };
+        format!(
+            "{failed}, {}, commit {commit}, `{command}`, {seconds} s: {tests} tests with real processes; {both} of {flawed} \
+             that have a flaw pass without it and fail with it",
+            date(*started)
+        )
+    }
+}
+
+/// The results of other commands than `cargo xtask chaos`, in the order in which they began.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Kept {
+    simulated: Vec<Simulated>,
+    museum: Vec<Shown>,
+}
+
+impl Kept {
+    /// Reads those in a folder. Runs of the simulation with consecutive seeds are one.
+    ///
+    /// # Errors
+    /// If one cannot be read.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let simulated = add_up(read(folder, SIMULATION)?);
+        let mut kept = Self { simulated, museum: read(folder, MUSEUM)? };
+        kept.museum.sort_by_key(|one| one.started);
+        Ok(kept)
+    }
+}
+
+/// Reads the files whose names begin with this.
+fn read<T: DeserializeOwned>(folder: &Path, begin: &str) -> Result<Vec<T>> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     let mut all = Vec::new();
     for entry in entries {
         let path: PathBuf = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(SIMULATION) && name.ends_with(".json") {
+        if name.starts_with(begin) && name.ends_with(".json") {
             let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-            let one: Simulated = serde_json::from_slice(&bytes)
-                .with_context(|| format!("{} is no result of the simulation", path.display()))?;
+            let one = serde_json::from_slice(&bytes)
+                .with_context(|| format!("{} is no result of such a run", path.display()))?;
             all.push(one);
         }
     }
-    Ok(add_up(all))
+    Ok(all)
 }
 
 /// Writes both tables.
-pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simulated]) {
+pub(super) fn section(out: &mut String, results: &[RunResult], kept: &Kept) {
+    let Kept { simulated, museum } = kept;
     // Writing to a string does not fail.
     let _ = writeln!(
         out,
@@ -166,6 +213,10 @@ pub(super) fn section(out: &mut String, results: &[RunResult], simulated: &[Simu
         (None, None) => "was not run".to_owned(),
     };
     let _ = writeln!(out, "| `cargo xtask sim --seeds {SEEDS}` | 2 h | {words} |");
+    // A run without the slow tests says nothing about them.
+    let museum = museum.iter().rfind(|one| one.command.contains("--slow"));
+    let words = museum.map_or_else(|| "was not run".to_owned(), Shown::words);
+    let _ = writeln!(out, "| `cargo xtask museum --processes --slow` | 15 min | {words} |");
     let _ = writeln!(
         out,
         "\n## Simulation\n\nThe same router, registry, tables and gossip over a simulated network and clock, where a seed \
@@ -213,9 +264,21 @@ mod tests {
         let kept = r#"{"started": 5, "commit": "def", "command": "cargo xtask sim --seeds 9", "seeds": 9,
             "failed": [4], "simulated": 90, "faults": 8, "requests": 70, "seconds": 6}"#;
         std::fs::write(folder.path().join("simulation-5.json"), kept).unwrap();
-        let simulated = simulated(folder.path()).unwrap();
+        let shown = |command: &str| {
+            format!(
+                r#"{{"started": 5, "commit": "fed", "command": "{command}", "tests": 9, "flawed": 6, "both": 5,
+                "failed": ["one"], "seconds": 7}}"#
+            )
+        };
+        std::fs::write(folder.path().join("museum-5.json"), shown("museum --slow")).unwrap();
+        std::fs::write(folder.path().join("museum-6.json"), shown("museum")).unwrap();
+        let kept = Kept::read(folder.path()).unwrap();
         let mut out = String::new();
-        section(&mut out, &results, &simulated);
+        section(&mut out, &results, &kept);
+        assert!(
+            out.contains("| **FAILS**: one, 1970-01-01, commit fed, `museum --slow`, 7 s: 9 tests"),
+            "{out}"
+        );
         assert!(out.contains("[passes](#s02) (full), 1970-01-01, commit abc"), "{out}");
         assert!(out.contains("[**FAILS**](#s30) (full)"), "{out}");
         assert!(out.contains("S48` | 1 h | was not run"), "{out}");
@@ -225,7 +288,7 @@ mod tests {
         );
         assert!(out.contains("`cargo xtask sim --seeds 9` | def | 1 | 9 | **1**: seeds 4 | 90 s"), "{out}");
         std::fs::write(folder.path().join("simulation-6.json"), "{").unwrap();
-        assert!(super::simulated(folder.path()).is_err(), "it is not left out silently");
+        assert!(Kept::read(folder.path()).is_err(), "it is not left out silently");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use serde_json::json;
 
-use crate::faults::outside::Wanted;
+use crate::{faults::outside::Wanted, written::Written};
 
 /// How a scenario is set up.
 #[derive(Clone, Debug)]
@@ -40,6 +40,8 @@ pub(crate) struct Setup {
     pub(crate) clock: Option<usize>,
     /// All replicas run the first build at first, instead of taking turns.
     pub(crate) one_build: bool,
+    /// Which version's records each replica writes at first; empty: those of the programs.
+    pub(crate) written: Vec<Written>,
     /// The audit logs of all replicas share a disk of so many KiB; `None`: there are none.
     pub(crate) audit_disk: Option<u32>,
     /// Which replicas serve agents over TLS.
@@ -104,6 +106,7 @@ impl Default for Setup {
             started: usize::MAX,
             clock: None,
             one_build: false,
+            written: Vec::new(),
             audit_disk: None,
             tls: Tls::Odd,
             wanted: Wanted::default(),

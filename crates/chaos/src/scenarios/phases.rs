@@ -6,7 +6,13 @@ use anyhow::{Context as _, Result, ensure};
 use bytes::Bytes;
 use history::{Kind, Micros, Outcome, Request};
 use http::{StatusCode, header};
-use tokio::{net::TcpStream, sync::oneshot, task::JoinHandle, time::timeout};
+use testkit::kas::within;
+use tokio::{
+    net::TcpStream,
+    sync::oneshot,
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
 
 use crate::{
     client::Client,
@@ -196,6 +202,17 @@ pub(super) async fn in_each_phase(run: &mut Run) -> Result<()> {
             .push(format!("{phase:?}: the last request ended {:.0} ms after the kill.", millis(slowest)));
         run.seen_by_others(run.learns(&T_KILL, &T_KILL_REDIS), OWNER, at, Way::Listed, false).await?;
         run.restart(OWNER).await?;
+        // The longer their only replica was away, the later agents dial again, and with Redis the others take
+        // seconds to see that it is gone. T_heal is about views.
+        let ready = Instant::now();
+        let all = usize::try_from(run.setup.agents)?;
+        within(2 * LONG, "the agents are back", async || {
+            let held = run.holds(OWNER).await?.len();
+            Ok(if held == all { Ok(()) } else { Err(held) })
+        })
+        .await?;
+        let took = ready.elapsed().as_secs_f64();
+        run.notes.push(format!("{phase:?}: the agents were back {took:.1} s after their replica was ready."));
         run.heals(&T_HEAL).await?;
     }
     Ok(())

@@ -307,6 +307,10 @@ impl GossipBackend {
         if !self.doors.is_empty() {
             self.publish(key::DOORS, &self.doors.to_string());
         }
+        #[cfg(any(test, feature = "flaws"))]
+        if let Some((key, value)) = crate::replicas::records::more_keys() {
+            self.publish(key, value);
+        }
         let mut incarnation = gossip.generation();
         let mut news = self.news.subscribe();
         let mut own = self.own.connection_changes();
@@ -415,6 +419,10 @@ impl GossipBackend {
     }
 
     fn publish(&self, key: &str, value: &str) {
+        #[cfg(any(test, feature = "flaws"))]
+        let Some(value) = crate::replicas::records::value(key, value) else { return };
+        #[cfg(any(test, feature = "flaws"))]
+        let value = &*value;
         if let Err(error) = self.gossip.publish(key, value) {
             tracing::error!(key, error = %error, "gossip cannot carry this value");
         }

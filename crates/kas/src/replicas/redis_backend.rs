@@ -226,6 +226,10 @@ impl RedisBackend {
         let run = u64::try_from(process::clock::wall().as_micros()).unwrap_or(u64::MAX - 1);
         // 14.1 dials in plain text only, so it gets no URL if certificates are required.
         let url = if peers.is_plain() { format!("grpc://{}", me.address) } else { String::new() };
+        #[cfg(not(any(test, feature = "flaws")))]
+        let version = process::version::VERSION;
+        #[cfg(any(test, feature = "flaws"))]
+        let version = crate::replicas::records::version();
         let options = redis_tracker::Options {
             url,
             doors,
@@ -234,7 +238,7 @@ impl RedisBackend {
             entry_ttl: config.entry_ttl,
             entry_refresh: config.entry_refresh,
             gc: config.entry_gc,
-            build: (process::version::VERSION.to_owned(), process::version::COMMIT.to_owned()),
+            build: (version.to_owned(), process::version::COMMIT.to_owned()),
             ..redis_tracker::Options::new(connect(&config.redis, passwords)?, run)
         };
         let redis = RedisTracker::new(me, options).map_err(Error::Redis)?;

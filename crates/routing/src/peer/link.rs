@@ -295,6 +295,8 @@ impl Link {
         headers.insert(header::AUTHORIZATION, credential);
         headers.insert(header::CONTENT_TYPE, grpc::CONTENT_TYPE);
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
+        #[cfg(any(test, feature = "flaws"))]
+        super::records::metadata(headers);
         request
     }
 
@@ -323,6 +325,8 @@ impl Link {
     /// # Cancel safety
     /// Dropping the future, or the body, resets the stream with CANCEL.
     pub async fn call(&self, request: Request<()>, message: Bytes) -> Result<Response<RecvBody>, CallError> {
+        #[cfg(any(test, feature = "flaws"))]
+        let message = super::records::message(request.uri().path(), message);
         let mut sender = self.sender().await?;
         let (response, mut send) = sender.send_request(request, false).map_err(CallError::Refused)?;
         // It is smaller than any window, and h2 buffers it until there is window.

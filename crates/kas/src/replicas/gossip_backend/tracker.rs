@@ -103,7 +103,11 @@ impl ClusterView for GossipBackend {
     async fn replicas(&self) -> Replicas {
         let now = Instant::now();
         let inner = self.inner();
-        let (version, commit) = (process::version::VERSION.to_owned(), process::version::COMMIT.to_owned());
+        #[cfg(not(any(test, feature = "flaws")))]
+        let version = process::version::VERSION;
+        #[cfg(any(test, feature = "flaws"))]
+        let version = crate::replicas::records::version();
+        let (version, commit) = (version.to_owned(), process::version::COMMIT.to_owned());
         let mut replicas = vec![ReplicaStatus {
             replica: self.me.clone(),
             build: (version, commit),
