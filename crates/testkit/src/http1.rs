@@ -122,33 +122,104 @@ pub async fn read_head(stream: &mut (impl AsyncBufRead + Unpin)) -> Result<Optio
 
 /// Reads a body. Trailers are read and dropped. A body that is cut is returned as far as it came.
 pub async fn read_body(stream: &mut (impl AsyncBufRead + Unpin), framing: Framing) -> Body {
-    let mut bytes = Vec::new();
-    let complete = match framing {
-        Framing::Length(length) => {
-            let read = stream.take(length).read_to_end(&mut bytes).await;
-            read.is_ok() && bytes.len() as u64 == length
+    let mut body = Body::default();
+    let mut pieces = Pieces::new(framing);
+    loop {
+        match pieces.next(stream, usize::MAX).await {
+            Ok(Some(piece)) => body.bytes.extend_from_slice(&piece),
+            Ok(None) => return Body { complete: true, ..body },
+            Err(_) => return body,
         }
-        Framing::Chunked => read_chunks(stream, &mut bytes).await.is_ok(),
-        Framing::Close => stream.read_to_end(&mut bytes).await.is_ok(),
-    };
-    Body { bytes, complete }
+    }
 }
 
-async fn read_chunks(stream: &mut (impl AsyncBufRead + Unpin), bytes: &mut Vec<u8>) -> Result<()> {
-    loop {
-        let size = line(stream).await?.context("the stream ended between two chunks")?;
-        let digits = size.split(';').next().unwrap_or_default().trim();
-        let size = u64::from_str_radix(digits, 16).with_context(|| format!("not a size: {size:?}"))?;
-        if size == 0 {
-            while !line(stream).await?.context("the stream ended within the trailers")?.is_empty() {}
-            return Ok(());
-        }
-        let before = bytes.len() as u64;
-        (&mut *stream).take(size).read_to_end(bytes).await?;
-        ensure!(bytes.len() as u64 - before == size, "the stream ended within a chunk");
-        let end = line(stream).await?.context("the stream ended after a chunk")?;
-        ensure!(end.is_empty(), "a chunk is longer than announced");
+/// What is left of a body that is read piece by piece, as it comes.
+#[derive(Clone, Copy, Debug)]
+pub struct Pieces(Rest);
+
+#[derive(Clone, Copy, Debug)]
+enum Rest {
+    Length(u64),
+    /// The size of a chunk comes next.
+    Size,
+    /// So much of a chunk, and its end.
+    Chunk(u64),
+    Close,
+    Nothing,
+}
+
+impl Pieces {
+    /// Nothing is read yet.
+    pub fn new(framing: Framing) -> Self {
+        Self(match framing {
+            Framing::Length(length) => Rest::Length(length),
+            Framing::Chunked => Rest::Size,
+            Framing::Close => Rest::Close,
+        })
     }
+
+    /// Waits for the next piece, of at most `most` bytes. `None`: the body is complete. Trailers are dropped.
+    ///
+    /// # Errors
+    /// If it is cut or malformed.
+    pub async fn next(
+        &mut self,
+        stream: &mut (impl AsyncBufRead + Unpin),
+        most: usize,
+    ) -> Result<Option<Vec<u8>>> {
+        loop {
+            match self.0 {
+                Rest::Nothing | Rest::Length(0) => return Ok(None),
+                Rest::Length(left) => {
+                    let piece = some(stream, left, most).await?;
+                    ensure!(!piece.is_empty(), "the stream ended within a body");
+                    self.0 = Rest::Length(left - piece.len() as u64);
+                    return Ok(Some(piece));
+                }
+                Rest::Close => {
+                    let piece = some(stream, u64::MAX, most).await?;
+                    if piece.is_empty() {
+                        self.0 = Rest::Nothing;
+                        return Ok(None);
+                    }
+                    return Ok(Some(piece));
+                }
+                Rest::Size => {
+                    let size = line(stream).await?.context("the stream ended between two chunks")?;
+                    let digits = size.split(';').next().unwrap_or_default().trim();
+                    let size =
+                        u64::from_str_radix(digits, 16).with_context(|| format!("not a size: {size:?}"))?;
+                    if size == 0 {
+                        let within = "the stream ended within the trailers";
+                        while !line(stream).await?.context(within)?.is_empty() {}
+                        self.0 = Rest::Nothing;
+                        return Ok(None);
+                    }
+                    self.0 = Rest::Chunk(size);
+                }
+                Rest::Chunk(0) => {
+                    let end = line(stream).await?.context("the stream ended after a chunk")?;
+                    ensure!(end.is_empty(), "a chunk is longer than announced");
+                    self.0 = Rest::Size;
+                }
+                Rest::Chunk(left) => {
+                    let piece = some(stream, left, most).await?;
+                    ensure!(!piece.is_empty(), "the stream ended within a chunk");
+                    self.0 = Rest::Chunk(left - piece.len() as u64);
+                    return Ok(Some(piece));
+                }
+            }
+        }
+    }
+}
+
+/// Takes what has come, at least one byte unless the stream has ended.
+async fn some(stream: &mut (impl AsyncBufRead + Unpin), left: u64, most: usize) -> Result<Vec<u8>> {
+    let come = stream.fill_buf().await?;
+    let take = come.len().min(most).min(usize::try_from(left).unwrap_or(usize::MAX));
+    let piece = come[..take].to_vec();
+    stream.consume(take);
+    Ok(piece)
 }
 
 /// Appends a chunk. An empty one is not appended, since it would be the last one.
@@ -182,6 +253,27 @@ mod tests {
         whole.extend_from_slice(b"0\r\nA: b\r\n\r\n");
         assert_eq!(body(&whole, Framing::Chunked).await, ("abcdefghijklmnopqrst".to_owned(), true));
         assert!(!body(&whole[..whole.len() - 1], Framing::Chunked).await.1);
+    }
+
+    #[tokio::test]
+    async fn a_piece_is_there_before_the_next_one_has_come() {
+        let (client, mut server) = tokio::io::duplex(64);
+        let mut stream = tokio::io::BufReader::new(client);
+        let mut pieces = Pieces::new(Framing::Chunked);
+        for text in ["one", "more than it takes at once"] {
+            let mut chunk = Vec::new();
+            put_chunk(&mut chunk, text.as_bytes());
+            tokio::io::AsyncWriteExt::write_all(&mut server, &chunk).await.unwrap();
+            let mut read = Vec::new();
+            while read.len() < text.len() {
+                let piece = pieces.next(&mut stream, 10).await.unwrap().unwrap();
+                assert!((1..=10).contains(&piece.len()));
+                read.extend(piece);
+            }
+            assert_eq!(read, text.as_bytes());
+        }
+        drop(server);
+        assert!(pieces.next(&mut stream, 10).await.is_err(), "the last chunk is missing");
     }
 
     #[tokio::test]

@@ -8,16 +8,20 @@
 //!   reads it.
 //! * The headers of the request are sent as they are, without those of one connection and `Content-Length`;
 //!   the user agent is `<client's> via gitlab-agent/…`; without `Accept-Encoding`, Go asks for gzip.
-//! * The answer passes with all of its headers but `Transfer-Encoding`, in pieces of at most 32 KiB. A body
-//!   that is cut ends the request with `Unavailable`.
+//! * The answer passes with all of its headers but `Transfer-Encoding`, as it comes, in pieces of at most
+//!   32 KiB: so a watch is a stream of pieces. A body that is cut ends the request with `Unavailable`.
+//! * Nothing cancels a request: it ends with its answer, or when a piece cannot be sent to kas.
+//! * If Go has asked for gzip by itself, it unpacks the answer, and drops `Content-Encoding` and
+//!   `Content-Length`.
+//! * A real API server is reached by TLS, with the token of a service account.
 //!
-//! Not simulated: that Go unpacks gzip (this agent only asks for it), upgrades, cancellation, and the sizes
-//! of the pool of 16.5.
+//! Not simulated: upgrades, and the sizes of the pool of 16.5.
 
-use std::net::SocketAddr;
+use std::{fmt, io::Write as _, net::SocketAddr, sync::Arc};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use bytes::Bytes;
+use flate2::write::GzDecoder;
 use prost::Message as _;
 use proto::gitlab::agent::{
     grpctool::{HttpRequest, HttpResponse, http_request, http_response},
@@ -27,16 +31,19 @@ use proto::gitlab::agent::{
         rpc::connect_response,
     },
 };
+use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject as _};
 use tokio::{
-    io::{AsyncWriteExt as _, BufReader},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader},
     net::TcpStream,
     sync::mpsc,
     task::JoinSet,
 };
+use tokio_rustls::TlsConnector;
 
 use crate::{
     handler::{self, Wire},
-    http1::{put_chunk, read_body, read_head},
+    http1::{Pieces, put_chunk, read_head},
+    kubernetes::Kubernetes,
     process::soon,
     raw_agent::{Kind, RawAgent, RawTunnel},
 };
@@ -59,6 +66,62 @@ const OF_CONNECTION: [&str; 10] = [
     "content-length",
 ];
 
+/// The API server of an agent.
+#[derive(Clone)]
+pub struct ApiServer {
+    address: SocketAddr,
+    /// TLS, and the token of the agent's service account; `None`: plain HTTP for everybody.
+    secure: Option<(TlsConnector, Arc<str>)>,
+}
+
+impl fmt::Debug for ApiServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiServer").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl From<SocketAddr> for ApiServer {
+    /// A server of a test, without TLS.
+    fn from(address: SocketAddr) -> Self {
+        Self { address, secure: None }
+    }
+}
+
+impl ApiServer {
+    /// A real one, to which the agent authenticates with this token.
+    ///
+    /// # Errors
+    /// If its certificate cannot be read.
+    pub fn of(kubernetes: &Kubernetes, token: &str) -> Result<Self> {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(kubernetes.ca_pem().as_bytes())?)?;
+        // Named rather than taken from the process's default, which belongs to the test.
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let tls = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let address = kubernetes.server().trim_start_matches("https://").parse()?;
+        Ok(Self { address, secure: Some((TlsConnector::from(Arc::new(tls)), token.into())) })
+    }
+
+    async fn connect(&self) -> Result<Box<dyn Connection>> {
+        let stream = TcpStream::connect(self.address).await?;
+        stream.set_nodelay(true)?;
+        Ok(match &self.secure {
+            None => Box::new(stream),
+            Some((tls, _)) => {
+                Box::new(tls.connect(ServerName::IpAddress(self.address.ip().into()), stream).await?)
+            }
+        })
+    }
+}
+
+/// A connection to an API server.
+trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
+
 /// A running agent. Dropping it closes its connection.
 #[derive(Debug)]
 pub struct HttpAgent {
@@ -71,20 +134,26 @@ impl HttpAgent {
     ///
     /// # Errors
     /// If kas cannot be reached or refuses a tunnel, and for an agent of this project, which agentk is for.
-    pub async fn start(kas: SocketAddr, token: &str, kind: Kind, api_server: SocketAddr) -> Result<Self> {
+    pub async fn start(
+        kas: SocketAddr,
+        token: &str,
+        kind: Kind,
+        api_server: impl Into<ApiServer>,
+    ) -> Result<Self> {
         ensure!(kind != Kind::Ours, "this agent is one of GitLab");
+        let api_server = api_server.into();
         let raw = RawAgent::connect(kas, token, kind).await?;
         let (opened, mut open) = mpsc::channel(TUNNELS);
         let mut tunnels = JoinSet::new();
         for _ in 0..TUNNELS {
-            let (raw, mut opened) = (raw.clone(), Some(opened.clone()));
+            let (raw, api_server, mut opened) = (raw.clone(), api_server.clone(), Some(opened.clone()));
             tunnels.spawn(async move {
                 while let Ok(mut tunnel) = raw.tunnel_with(descriptor()).await {
                     if let Some(opened) = opened.take() {
                         // The receiver is gone if another tunnel was refused.
                         let _ = opened.send(()).await;
                     }
-                    serve(&mut tunnel, kind, api_server).await;
+                    serve(&mut tunnel, kind, &api_server).await;
                     // kas ends the stream. It is an error if it has done so already.
                     let _ = tunnel.stream().half_close();
                     while Wire::recv(&mut tunnel).await.is_some() {}
@@ -117,7 +186,7 @@ fn descriptor() -> AgentDescriptor {
 }
 
 /// Serves the request of a tunnel, if there is one before its end.
-async fn serve(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) {
+async fn serve(tunnel: &mut RawTunnel, kind: Kind, api_server: &ApiServer) {
     if !matches!(Wire::recv(tunnel).await, Some(connect_response::Msg::RequestInfo(_))) {
         return;
     }
@@ -127,9 +196,17 @@ async fn serve(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) {
         tunnel.send(handler::header(&[])).await;
     }
     tunnel.send(handler::trailer(&[])).await;
-    if !matches!(end, Ok(true)) {
+    if !matches!(end, Ok(End::Complete)) {
         tunnel.send(handler::error_of(14, "unavailable")).await;
     }
+}
+
+/// How an answer ended that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Complete,
+    /// The API server broke it off, or kas takes no more of it.
+    Cut,
 }
 
 /// Returns the next message of the request; `None`: it is over.
@@ -141,11 +218,11 @@ async fn next(tunnel: &mut RawTunnel) -> Result<Option<http_request::Message>> {
     }
 }
 
-/// Carries out a request. Returns whether the answer was complete.
+/// Carries out a request. Returns how the answer ended.
 ///
 /// # Errors
 /// If there was no answer.
-async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) -> Result<bool> {
+async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: &ApiServer) -> Result<End> {
     let Some(http_request::Message::Header(header)) = next(tunnel).await? else { bail!("no header") };
     ensure!(header.target.is_empty(), "an agent of GitLab does not know the field target");
     let request = header.request.context("no request")?;
@@ -157,8 +234,7 @@ async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) ->
             other => bail!("{other:?} within a body"),
         }
     }
-    let mut stream = BufReader::new(TcpStream::connect(api_server).await?);
-    stream.get_ref().set_nodelay(true)?;
+    let mut stream = BufReader::with_capacity(PIECE, api_server.connect().await?);
     let mut out = head(&request, api_server).into_bytes();
     let announced = header.content_length.filter(|_| kind == Kind::Recent);
     match announced.map(u64::try_from) {
@@ -176,6 +252,7 @@ async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) ->
         }
     }
     stream.write_all(&out).await?;
+    stream.flush().await?;
     let answer = read_head(&mut stream).await?.context("the API server did not answer")?;
     let (_, status) = answer.line.split_once(' ').context("no status")?;
     let mut response = prototool::HttpResponse {
@@ -183,8 +260,13 @@ async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) ->
         status: status.to_owned(),
         header: Default::default(),
     };
+    let is_unpacked = request.method != "HEAD"
+        && answer.get("content-encoding") == Some("gzip")
+        && first(&request, "Accept-Encoding").is_none();
+    let mut unpacking = is_unpacked.then(|| GzDecoder::new(Vec::new()));
     for (name, value) in &answer.fields {
-        if name != "transfer-encoding" {
+        let is_of_packed = matches!(&**name, "content-encoding" | "content-length");
+        if name != "transfer-encoding" && !(is_unpacked && is_of_packed) {
             let name = canonical(name);
             response
                 .header
@@ -194,29 +276,48 @@ async fn exchange(tunnel: &mut RawTunnel, kind: Kind, api_server: SocketAddr) ->
                 .push(value.clone());
         }
     }
-    let framing = answer.framing_of_response(&request.method)?;
-    let body = read_body(&mut stream, framing).await;
+    let mut pieces = Pieces::new(answer.framing_of_response(&request.method)?);
     tunnel.send(handler::header(&[])).await;
     let header = http_response::Header { response: Some(response) };
-    put(tunnel, http_response::Message::Header(header)).await;
-    for piece in body.bytes.chunks(PIECE) {
-        let data = http_response::Data { data: Bytes::copy_from_slice(piece) };
-        put(tunnel, http_response::Message::Data(data)).await;
+    let mut is_taken = put(tunnel, http_response::Message::Header(header)).await;
+    while is_taken {
+        let piece = match pieces.next(&mut stream, PIECE).await {
+            Ok(Some(piece)) => piece,
+            Ok(None) => {
+                put(tunnel, http_response::Message::Trailer(http_response::Trailer {})).await;
+                return Ok(End::Complete);
+            }
+            Err(_) => break,
+        };
+        let data = match &mut unpacking {
+            None => piece,
+            // What is not gzip ends the answer, as in Go.
+            Some(unpacking) => match unpacking.write_all(&piece).and_then(|()| unpacking.flush()) {
+                Ok(()) => std::mem::take(unpacking.get_mut()),
+                Err(_) => break,
+            },
+        };
+        for data in data.chunks(PIECE) {
+            let data = http_response::Data { data: Bytes::copy_from_slice(data) };
+            is_taken = is_taken && put(tunnel, http_response::Message::Data(data)).await;
+        }
     }
-    if body.complete {
-        put(tunnel, http_response::Message::Trailer(http_response::Trailer {})).await;
-    }
-    Ok(body.complete)
+    Ok(End::Cut)
 }
 
-/// Sends a message of the answer. If kas has left, the rest of the request shows that.
-async fn put(tunnel: &mut RawTunnel, message: http_response::Message) {
+/// Returns the first value of a header of the request.
+fn first<'a>(request: &'a prototool::HttpRequest, name: &str) -> Option<&'a String> {
+    request.header.get(name).and_then(|values| values.value.first())
+}
+
+/// Sends a message of the answer. Returns whether kas takes it.
+async fn put(tunnel: &mut RawTunnel, message: http_response::Message) -> bool {
     let message = HttpResponse { message: Some(message) };
-    tunnel.send(handler::message(message.encode_to_vec())).await;
+    tunnel.send(handler::message(message.encode_to_vec())).await
 }
 
 /// Returns the head of the request to the API server, without what says how its body ends.
-fn head(request: &prototool::HttpRequest, api_server: SocketAddr) -> String {
+fn head(request: &prototool::HttpRequest, api_server: &ApiServer) -> String {
     let mut query = String::new();
     for (key, values) in &request.query {
         for value in &values.value {
@@ -227,8 +328,8 @@ fn head(request: &prototool::HttpRequest, api_server: SocketAddr) -> String {
         }
     }
     let path = escaped(&request.url_path, b"-_.~$&+,/:;=@");
-    let mut out = format!("{} {path}{query} HTTP/1.1\r\nHost: {api_server}\r\n", request.method);
-    let value = |name: &str| request.header.get(name).and_then(|values| values.value.first());
+    let mut out = format!("{} {path}{query} HTTP/1.1\r\nHost: {}\r\n", request.method, api_server.address);
+    let value = |name: &str| first(request, name);
     let agent = "gitlab-agent/v16.5.0/abc";
     match value("User-Agent") {
         Some(client) => out.push_str(&format!("User-Agent: {client} via {agent}\r\n")),
@@ -236,6 +337,11 @@ fn head(request: &prototool::HttpRequest, api_server: SocketAddr) -> String {
     }
     if value("Accept-Encoding").is_none() {
         out.push_str("Accept-Encoding: gzip\r\n");
+    }
+    if let Some((_, token)) = &api_server.secure
+        && value("Authorization").is_none()
+    {
+        out.push_str(&format!("Authorization: Bearer {token}\r\n"));
     }
     for (name, values) in &request.header {
         let key = name.to_ascii_lowercase();
@@ -299,7 +405,7 @@ mod tests {
             header: [("User-Agent".to_owned(), values(&["kubectl"])), ("Te".to_owned(), values(&["x"]))]
                 .into(),
         };
-        let head = head(&request, SocketAddr::from(([127, 0, 0, 1], 1)));
+        let head = head(&request, &SocketAddr::from(([127, 0, 0, 1], 1)).into());
         assert_eq!(
             head,
             "GET /a%20b%252f;%28%C3%BC%29?a=%2B&k+y=1&k+y= HTTP/1.1\r\nHost: 127.0.0.1:1\r\nUser-Agent: kubectl via \

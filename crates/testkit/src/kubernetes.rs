@@ -42,7 +42,7 @@ use tokio::{
 pub use self::{
     build::{Binaries, Tools, binaries, cache_folder, helm, tools},
     client::{Reader, Writer},
-    exclusive::{Exclusive, exclusive},
+    exclusive::{Exclusive, exclusive, exclusive_audited},
     node::Node,
     objects::own_address,
 };

@@ -6,7 +6,8 @@
 //! * [`caller`]: a client of the API listener. [`raw_agent`]: an agent whose envelopes the test sends;
 //!   [`agent14`]: one that behaves like GitLab's 14.1; [`agent16`]: like 16.5; all serve [`handler`].
 //!   [`websocket_agent`]: one that dials `ws://`. [`link`]: the HTTP/2 below.
-//!   [`http_agent`]: like GitLab's 14.1 or 16.5, with an API server behind it.
+//!   [`http_agent`]: like GitLab's 14.1 or 16.5, with an API server behind it, also a real one.
+//!   [`receiver`]: a server in the place of a Service of a cluster.
 //! * [`conformance`]: generated requests, directly and through kas, which must not differ. [`http1`]:
 //!   messages of HTTP/1.1 as bytes.
 //! * [`proxy`]: nginx, HAProxy and Envoy in front of kas. [`names`]: a proxy of clients, with names, and
@@ -48,6 +49,7 @@ pub mod prometheus;
 pub mod proxy;
 pub mod pypi;
 pub mod raw_agent;
+pub mod receiver;
 pub mod redis;
 pub mod scenario;
 pub mod websocket_agent;

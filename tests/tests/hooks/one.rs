@@ -2,7 +2,9 @@
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::setup::{AGENT, KEY, Setup, TALKATIVE};
+use testkit::receiver::TALKATIVE;
+
+use crate::setup::{AGENT, KEY, Setup};
 
 #[tokio::test]
 async fn a_hook_reaches_a_service_or_an_object() -> Result<()> {

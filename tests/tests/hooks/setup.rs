@@ -1,18 +1,9 @@
 //! Replicas with a listener for hooks, an agentk, an API server, and a receiver behind a Service of it.
 
-use std::{
-    collections::BTreeMap,
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicU16, Ordering},
-    },
-    time::Duration,
-};
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use aws_lc_rs::hmac;
-use parking_lot::Mutex;
 use proto::kas::api::v1::{ListHooksRequest, ListHooksResponse, ReplayHooksRequest, ReplayHooksResponse};
 use serde_json::json;
 use tempfile::TempDir;
@@ -23,11 +14,11 @@ use testkit::{
     kubernetes::{Kubernetes, own_address},
     mesh::{Mesh, Options},
     process::SOON,
+    receiver::Receiver,
 };
 use tokio::{
     io::{AsyncWriteExt as _, BufReader},
-    net::{TcpListener, TcpStream},
-    task::AbortHandle,
+    net::TcpStream,
     time::{Instant, sleep},
 };
 
@@ -39,92 +30,6 @@ const SECRET: &str = "It's a secret of the test";
 pub(crate) const KEY: &str = "0123456789abcdef0123456789abcdef";
 /// The time between two looks.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// A request that a receiver got.
-#[derive(Clone, Debug)]
-pub(crate) struct Received {
-    pub(crate) head: Head,
-    pub(crate) body: String,
-}
-
-/// A status whose answer has 2 MiB: more than kas reads.
-pub(crate) const TALKATIVE: u16 = 203;
-
-/// A server of the test, in the place of a Service.
-pub(crate) struct Receiver {
-    pub(crate) address: SocketAddr,
-    received: Arc<Mutex<Vec<Received>>>,
-    /// What it answers; 0: nothing.
-    status: Arc<AtomicU16>,
-    task: AbortHandle,
-}
-
-impl Drop for Receiver {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-impl Receiver {
-    async fn start() -> Result<Self> {
-        let listener = TcpListener::bind((own_address()?, 0)).await?;
-        let address = listener.local_addr()?;
-        let (received, status) = (Arc::new(Mutex::default()), Arc::new(AtomicU16::new(200)));
-        let (all, answer) = (Arc::clone(&received), Arc::clone(&status));
-        let task = tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(serve(stream, Arc::clone(&all), Arc::clone(&answer)));
-            }
-        });
-        Ok(Self { address, received, status, task: task.abort_handle() })
-    }
-
-    /// Sets the status that it answers; 0: it does not answer.
-    pub(crate) fn answer(&self, status: u16) {
-        self.status.store(status, Ordering::Relaxed);
-    }
-
-    pub(crate) fn received(&self) -> Vec<Received> {
-        self.received.lock().clone()
-    }
-
-    /// Returns the bodies that it got, each with how often.
-    pub(crate) fn bodies(&self) -> BTreeMap<String, usize> {
-        let mut bodies = BTreeMap::new();
-        for it in self.received.lock().iter() {
-            *bodies.entry(it.body.clone()).or_insert(0) += 1;
-        }
-        bodies
-    }
-
-    /// Waits until it got so many different bodies.
-    pub(crate) async fn got(&self, bodies: usize) -> Result<()> {
-        let deadline = Instant::now() + SOON;
-        while self.bodies().len() < bodies {
-            ensure!(Instant::now() < deadline, "got {} of {bodies}", self.bodies().len());
-            sleep(LOOK).await;
-        }
-        Ok(())
-    }
-}
-
-async fn serve(stream: TcpStream, received: Arc<Mutex<Vec<Received>>>, status: Arc<AtomicU16>) -> Result<()> {
-    let mut stream = BufReader::new(stream);
-    while let Some(head) = http1::read_head(&mut stream).await? {
-        let body = http1::read_body(&mut stream, head.framing_of_request()?).await;
-        received.lock().push(Received { head, body: String::from_utf8_lossy(&body.bytes).into_owned() });
-        let status = loop {
-            match status.load(Ordering::Relaxed) {
-                0 => sleep(LOOK).await,
-                status => break status,
-            }
-        };
-        let body = if status == TALKATIVE { "x".repeat(2 << 20) } else { "ok".to_owned() };
-        let answer = format!("HTTP/1.1 {status} X\r\nContent-Length: {}\r\n\r\n{body}", body.len());
-        stream.get_mut().write_all(answer.as_bytes()).await?;
-    }
-    Ok(())
-}
 
 /// An answer to a hook.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -196,8 +101,11 @@ impl Setup {
             mesh.add_config_of(n, json!({ "hooks": { "listen": { "address": listen } } }));
         }
         let all: Vec<usize> = (0..replicas).collect();
-        let (kubernetes, receiver, _) =
-            tokio::try_join!(Kubernetes::start(), Receiver::start(), mesh.start_replicas(&all))?;
+        let (kubernetes, receiver, _) = tokio::try_join!(
+            Kubernetes::start(),
+            Receiver::start(own_address()?),
+            mesh.start_replicas(&all)
+        )?;
         let mut it = Self { mesh, agentk: None, kubernetes, receiver, dir };
         it.service().await?;
         it.connect().await?;

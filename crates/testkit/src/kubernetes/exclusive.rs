@@ -21,6 +21,19 @@ pub struct Exclusive {
 ///
 /// As of [`Kubernetes::start`].
 pub async fn exclusive() -> Result<Exclusive> {
+    shared(false).await
+}
+
+/// As [`exclusive`], with an [audit log](Kubernetes::audit_log). All tests of a program use one of the two.
+///
+/// # Errors
+///
+/// As of [`Kubernetes::start`].
+pub async fn exclusive_audited() -> Result<Exclusive> {
+    shared(true).await
+}
+
+async fn shared(is_audited: bool) -> Result<Exclusive> {
     static SHARED: Mutex<Weak<Kubernetes>> = Mutex::const_new(Weak::new());
     static EXCLUSIVE: Mutex<()> = Mutex::const_new(());
 
@@ -29,7 +42,7 @@ pub async fn exclusive() -> Result<Exclusive> {
         match shared.upgrade() {
             Some(kubernetes) => kubernetes,
             None => {
-                let kubernetes = Arc::new(Kubernetes::start().await?);
+                let kubernetes = Arc::new(Kubernetes::start_with(is_audited, None).await?);
                 *shared = Arc::downgrade(&kubernetes);
                 kubernetes
             }
