@@ -11,6 +11,6 @@ pub use self::convert::fuzz;
 pub(crate) use self::{
     convert::{MAX_MESSAGE, MOST_HEADERS, batch, header_to_wire, headers, id, id_to_wire, replies},
     metrics::MailboxMetrics,
-    post::{Deliver, Post, Sent},
+    post::{Deliver, Died, Post, Sent},
     readers::Readers,
 };

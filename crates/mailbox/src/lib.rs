@@ -37,6 +37,6 @@ pub use self::{
     home::Member,
     limits::Limits,
     list::{Listed, Totals},
-    state::{Accepted, Copies, Mailbox, NewHook, Refused},
+    state::{Accepted, Copies, Late, Mailbox, NewHook, Refused},
     time::Time,
 };

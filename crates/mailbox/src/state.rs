@@ -60,6 +60,19 @@ pub enum Refused {
     Replica,
 }
 
+/// A message that has become a dead letter because of its age.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// Its id.
+    pub id: MessageId,
+    /// The agent.
+    pub agent: AgentId,
+    /// The name of the hook.
+    pub hook: Arc<str>,
+    /// Whether this replica is the home of the agent: the other holder has a copy, of which it says the same.
+    pub is_home: bool,
+}
+
 /// On how many replicas a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copies {
@@ -425,9 +438,9 @@ impl Mailbox {
     }
 
     /// Does what is due by age: messages become dead letters, dead letters and records go, and every now and
-    /// then everything is asked again. Returns how many dead letters there are more, and how many have gone.
-    pub fn tick(&mut self, now: Time) -> (usize, usize) {
-        let (mut died, mut dropped) = (0, 0);
+    /// then everything is asked again. Returns the new dead letters, and how many have gone.
+    pub fn tick(&mut self, now: Time) -> (Vec<Late>, usize) {
+        let (mut died, mut dropped) = (Vec::new(), 0);
         let limits = self.limits;
         let late: Vec<MessageId> = self
             .waiting
@@ -437,10 +450,11 @@ impl Mailbox {
             .map(|(_, id)| *id)
             .collect();
         for id in late {
-            let reason = self.entries.get(&id).map(|entry| Arc::clone(&entry.message.reason));
-            let reason = reason.filter(|reason| !reason.is_empty());
+            let Some(message) = self.entries.get(&id).map(|entry| &entry.message) else { continue };
+            let (agent, hook) = (message.agent, Arc::clone(&message.hook));
+            let reason = Some(Arc::clone(&message.reason)).filter(|reason| !reason.is_empty());
+            died.push(Late { id, agent, hook, is_home: self.is_home(agent) });
             self.move_to(id, State::Dead, reason.as_deref().unwrap_or("the agent was not connected"), now);
-            died += 1;
         }
         while let Some((changed, id)) = self.dead.first().copied() {
             if now.since(changed) >= limits.dead {

@@ -230,7 +230,7 @@ fn a_repetition_of_a_dropped_hook_is_a_new_one_at_both_holders() {
     all[home].set_present(agent(7), true);
     all[home].next_delivery(NOW).unwrap();
     all[home].delivered(id, Outcome::Dead("404"), 0.0, NOW);
-    assert_eq!(all[home].tick(NOW), (0, 1));
+    assert_eq!(all[home].tick(NOW), (Vec::new(), 1));
     settle(&mut all, NOW);
     let new = all[home].accept(hook(2, 7, Some(1)), NOW).unwrap();
     assert_eq!(new, Accepted { id: MessageId(2), is_repetition: false });
@@ -309,8 +309,9 @@ fn failures_are_repeated_with_longer_pauses_and_then_it_is_a_dead_letter() {
     mailbox.delivered(id, Outcome::Again("503"), 0.0, now);
 
     let day = NOW.after(Duration::from_secs(24 * 3_600));
-    assert_eq!(mailbox.tick(Time(day.0 - 1)), (0, 0));
-    assert_eq!(mailbox.tick(day), (1, 0));
+    assert_eq!(mailbox.tick(Time(day.0 - 1)), (Vec::new(), 0));
+    let late = Late { id, agent: agent(7), hook: "push".into(), is_home: true };
+    assert_eq!(mailbox.tick(day), (vec![late], 0));
     let listed = mailbox.list(agent(7), 10, day);
     assert_eq!((listed[0].message.state, &*listed[0].message.reason), (State::Dead, "503"));
     assert!(mailbox.next_delivery(day).is_none());
@@ -320,8 +321,8 @@ fn failures_are_repeated_with_longer_pauses_and_then_it_is_a_dead_letter() {
     mailbox.delivered(id, Outcome::Dead("404"), 0.0, day);
     assert_eq!(mailbox.totals(day).dead, 1);
     let week = day.after(Duration::from_secs(7 * 24 * 3_600));
-    assert_eq!(mailbox.tick(Time(week.0 - 1)), (0, 0));
-    assert_eq!(mailbox.tick(week), (0, 1));
+    assert_eq!(mailbox.tick(Time(week.0 - 1)), (Vec::new(), 0));
+    assert_eq!(mailbox.tick(week), (Vec::new(), 1));
     assert_eq!(mailbox.totals(week), Totals::default());
 }
 
@@ -337,7 +338,7 @@ fn the_oldest_dead_letters_go_when_there_are_too_many() {
         let now = NOW.after(Duration::from_secs(u64::try_from(n).unwrap()));
         mailbox.delivered(id, Outcome::Dead("404"), 0.0, now);
     }
-    assert_eq!(mailbox.tick(NOW), (0, 1));
+    assert_eq!(mailbox.tick(NOW), (Vec::new(), 1));
     let left: Vec<u128> = mailbox.list(agent(7), 9, NOW).iter().map(|it| it.message.id.0).collect();
     assert_eq!(left, [2, 3]);
 }

@@ -362,6 +362,14 @@ impl RequestRecord {
         }
     }
 
+    /// Records something that has happened without a caller, and writes both lines.
+    pub fn happened(&self, code: Code, outcome: &'static str) {
+        if let Some(recorded) = &self.0 {
+            recorded.update(|fields| fields.decision = Decision::Allow);
+            recorded.end(code, Some(outcome));
+        }
+    }
+
     /// Changes what is recorded of a request of the endpoint for kubectl.
     pub fn endpoint(&self, change: impl FnOnce(&mut EndpointFields)) {
         if let Some(recorded) = &self.0 {

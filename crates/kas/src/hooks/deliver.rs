@@ -7,14 +7,15 @@ use async_trait::async_trait;
 use cluster_call::{Cluster, ClusterSettings, Request, ServiceRequest};
 use grpc::{Code, Outcome, Status};
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
+use ids::{Actor, AgentId};
 use kube_request::Target;
-use mailbox::{Definition, Delivery, Message};
-use observe::Observer;
+use mailbox::{Definition, Delivery, Message, MessageId};
+use observe::{Observer, audit::Rule};
 use routing::router::Router;
 use serde_json::json;
 
 use super::desk::Desk;
-use crate::mailbox::{Deliver, Sent};
+use crate::mailbox::{Deliver, Died, Sent};
 
 /// How long a receiver may take.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -24,6 +25,8 @@ const FIND: Duration = Duration::from_secs(5);
 const ANSWER: usize = 1 << 20;
 /// How much of an error is kept, in characters.
 const REASON: usize = 200;
+/// The method of the lines in the audit log about a dead letter.
+const DEAD: &str = "/kas.hooks.v1.Hooks/Dead";
 /// Who changes annotations.
 const MANAGER: &str = "kas-hooks";
 
@@ -61,7 +64,7 @@ impl Deliver for Delivering {
         let user_agent = user_agent.and_then(|(_, value)| std::str::from_utf8(value).ok());
         let settings = ClusterSettings {
             agent: message.agent,
-            task: format!("hook:{}/{}", message.hook, message.id),
+            task: task(&message.hook, message.id),
             source: "hooks",
             user_agent: user_agent.unwrap_or("kas/hooks").to_owned(),
             impersonation: None,
@@ -82,6 +85,26 @@ impl Deliver for Delivering {
             },
         }
     }
+
+    fn died(&self, id: MessageId, agent: AgentId, hook: &str, why: Died) {
+        let name = HeaderValue::from_str(&id.to_string()).unwrap_or(HeaderValue::from_static("hook"));
+        let record = self.receivers.observer.arrived_by(Rule::Credential, DEAD, None, &name);
+        let actor = Actor { issuer: "kas".to_owned(), subject: Some(task(hook, id)) };
+        record.actor(&Arc::new(actor));
+        record.target(agent, None);
+        record.happened(
+            match why {
+                Died::Refused => Code::Aborted,
+                Died::Late => Code::DeadlineExceeded,
+            },
+            "dead",
+        );
+    }
+}
+
+/// Returns what the audit log calls the deliveries of a hook.
+fn task(hook: &str, id: MessageId) -> String {
+    format!("hook:{hook}/{id}")
 }
 
 /// Sends a hook, and returns what the answer means.
@@ -191,8 +214,7 @@ fn patch(annotate: &Annotate, message: &Message) -> Result<Request, Status> {
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use ids::AgentId;
-    use mailbox::{MessageId, State};
+    use mailbox::State;
 
     use super::*;
 

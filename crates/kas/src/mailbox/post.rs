@@ -56,11 +56,23 @@ pub(crate) enum Sent {
     Absent,
 }
 
+/// Why a hook is a dead letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Died {
+    /// What it was delivered to does not want it, or there is nothing to deliver it to.
+    Refused,
+    /// It was not delivered in time.
+    Late,
+}
+
 /// Delivers hooks.
 #[async_trait]
 pub(crate) trait Deliver: Send + Sync + 'static {
     /// Delivers a hook. `hooks` are those of the agent, if they are known.
     async fn deliver(&self, delivery: Delivery, hooks: Option<Definition>) -> Sent;
+
+    /// Records that a hook has become a dead letter at its home.
+    fn died(&self, id: MessageId, agent: AgentId, hook: &str, why: Died);
 }
 
 /// The mailbox of this replica.
@@ -295,7 +307,10 @@ impl Post {
             if now >= next_tick {
                 let (died, dropped) = self.mailbox.lock().tick(self.now());
                 let totals = self.mailbox.lock().totals(self.now());
-                self.metrics.ticked(died, dropped);
+                self.metrics.ticked(died.len(), dropped);
+                for late in died.iter().filter(|late| late.is_home) {
+                    deliver.died(late.id, late.agent, &late.hook, Died::Late);
+                }
                 self.metrics.totals(totals);
                 next_tick = now + LOOK;
             }
@@ -381,6 +396,7 @@ impl Post {
         self.metrics.delivered(word);
         if let Sent::Dead(why) = &sent {
             self.metrics.died();
+            deliver.died(id, agent, &hook, Died::Refused);
             tracing::info!(agent.id = agent.get(), hook = &*hook, %id, why, "a hook is a dead letter");
         }
         self.mailbox.lock().delivered(id, outcome, rand::random(), self.now());
