@@ -65,7 +65,7 @@ pub use self::{
     selection::{Prefix, agent_of_uri},
     serve::{
         DiffQuestion, Diffs, Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal,
-        FleetRoute, NotReached, OwnPage, Owners, PageFile, Reachable,
+        FleetRoute, NotReached, OwnPage, OwnPath, Owners, PageFile, Reachable, StreamEnd, own_paths,
     },
 };
 use self::{

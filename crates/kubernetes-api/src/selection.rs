@@ -11,6 +11,8 @@ use crate::failure::Failure;
 
 /// The part of a path that comes before an agent's number.
 const AGENTS: &str = "agents";
+/// The path that says whether this replica is ready.
+pub(crate) const READY: &str = "/-/ready";
 /// The label of a host name that comes before an agent's number.
 const AGENT_LABEL: &str = "agent-";
 
@@ -37,7 +39,7 @@ impl fmt::Display for Prefix {
     }
 }
 
-/// What a path is for.
+/// What a path is for. [`own_paths`](crate::own_paths) lists those that kas answers itself.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Place<'a> {
     /// Whether this replica is ready: `/-/ready`.
@@ -76,7 +78,7 @@ impl InCluster<'_> {
 /// should be.
 pub(crate) fn place<'a>(prefix: &Prefix, path_and_query: &'a str) -> Result<Place<'a>, Failure> {
     let path = path_and_query.split('?').next().unwrap_or_default();
-    if path == "/-/ready" {
+    if path == READY {
         return Ok(Place::Ready);
     }
     if path == "/fleet" || path.starts_with("/fleet/") {

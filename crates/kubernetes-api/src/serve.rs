@@ -62,7 +62,7 @@ pub use self::{
     direct::Owners,
     fleet::{
         Fleet, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute, NotReached,
-        Reachable,
+        OwnPath, Reachable, StreamEnd, own_paths,
     },
     page::{OwnPage, PageFile},
 };
@@ -510,7 +510,7 @@ impl KubernetesApi {
             body: FleetBody::Whole(agents::to_json(reach, &all).into()),
             held: None,
         };
-        fleet::respond(about, Ok(answer), ending, open)
+        fleet::respond(about, Ok(answer), ending, fleet::StreamEnd::default(), open)
     }
 
     /// Sends an allowed request to its agent, and returns the answer.

@@ -13,7 +13,7 @@ use grpc::{BoxError, Code, Status};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body::Frame;
 use http_body_util::StreamBody;
-use kubernetes_api::{Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal};
+use kubernetes_api::{Fleet, FleetAnswer, FleetBody, FleetQuestion, FleetRefusal, StreamEnd};
 use proto::kas::api::v1::watch_view_response::Event;
 
 use self::{form::Form, json::Printer};
@@ -57,7 +57,8 @@ impl Fleet for HttpViews {
             Subscription::begin(&self.hub, question, &name, Arc::new(rights), !watch)
         };
         let messages = Messages::of(begin().map_err(|status| refusal(&status))?);
-        let answer = if watch { events(messages).await } else { document(messages).await };
+        let end = question.end;
+        let answer = if watch { events(messages, end).await } else { document(messages, end).await };
         answer.map_err(|status| refusal(&status))
     }
 }
@@ -74,8 +75,17 @@ async fn next(messages: &mut Messages) -> Result<Option<Event>, Status> {
     }
 }
 
+/// Notes for the audit log why an answer that went on ends.
+fn note(end: &StreamEnd, status: &Status) {
+    match status.code() {
+        Code::PermissionDenied | Code::Unauthenticated => end.revoked(),
+        Code::ResourceExhausted => end.limited(),
+        _ => {}
+    }
+}
+
 /// Answers with all rows, as one document.
-async fn document(mut messages: Messages) -> Result<FleetAnswer, Status> {
+async fn document(mut messages: Messages, end: StreamEnd) -> Result<FleetAnswer, Status> {
     let mut printer = Printer::default();
     let mut begun = String::from("{\"rows\":[");
     while begun.len() < WHOLE {
@@ -88,10 +98,11 @@ async fn document(mut messages: Messages) -> Result<FleetAnswer, Status> {
     }
     struct Going {
         messages: Messages,
+        end: StreamEnd,
         printer: Printer,
         is_over: bool,
     }
-    let going = Going { messages, printer, is_over: false };
+    let going = Going { messages, end, printer, is_over: false };
     let rest = stream::try_unfold((Some(begun), going), |(begun, mut going)| async move {
         if let Some(begun) = begun {
             return Ok(Some((Frame::data(Bytes::from(begun)), (None, going))));
@@ -101,7 +112,8 @@ async fn document(mut messages: Messages) -> Result<FleetAnswer, Status> {
         }
         let mut part = String::new();
         // The client sees that the document has no end.
-        let Some(event) = next(&mut going.messages).await.map_err(error)? else {
+        let next = next(&mut going.messages).await.inspect_err(|status| note(&going.end, status));
+        let Some(event) = next.map_err(error)? else {
             return Err(error(Status::new(Code::Unavailable, "the view has ended")));
         };
         going.is_over = going.printer.document(&event, &mut part);
@@ -116,7 +128,7 @@ fn error(status: Status) -> BoxError {
 
 /// Answers with rows and every change, as server-sent events. Nothing is queued: an event is made when the
 /// client has taken the one before.
-async fn events(mut messages: Messages) -> Result<FleetAnswer, Status> {
+async fn events(mut messages: Messages, end: StreamEnd) -> Result<FleetAnswer, Status> {
     let mut printer = Printer::default();
     let mut begun = RETRY.to_owned();
     loop {
@@ -129,24 +141,25 @@ async fn events(mut messages: Messages) -> Result<FleetAnswer, Status> {
             break;
         }
     }
-    let state = (Some(begun), Some((messages, printer)));
+    let state = (Some(begun), Some((messages, printer, end)));
     let rest = stream::unfold(state, |(begun, going)| async move {
         if let Some(begun) = begun {
             return Some((begun, (None, going)));
         }
-        let (mut messages, mut printer) = going?;
+        let (mut messages, mut printer, end) = going?;
         let mut part = String::new();
         let going = match tokio::time::timeout(BEAT, next(&mut messages)).await {
             Err(_) => {
                 part.push_str(":\n\n");
-                Some((messages, printer))
+                Some((messages, printer, end))
             }
             Ok(Ok(None)) => return None,
             Ok(Ok(Some(event))) => {
                 printer.event(&event, &mut part);
-                Some((messages, printer))
+                Some((messages, printer, end))
             }
             Ok(Err(status)) => {
+                note(&end, &status);
                 json::ended(code(&status), status.message(), &mut part);
                 None
             }

@@ -6,7 +6,7 @@ use std::{
     any::Any,
     net::IpAddr,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -20,10 +20,10 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use ids::{Actor, AgentId};
 use kube_request::{Kind, Target, headers::is_impersonation};
 use net::http::{Body, Trust};
-use observe::audit::Rule;
+use observe::audit::{Rule, kubernetes::KubernetesAction};
 
-pub use self::routes::FleetRoute;
 use self::routes::{Auth, Route, Serves};
+pub use self::routes::{FleetRoute, OwnPath, own_paths};
 use super::{About, of_kas, page::nothing};
 use crate::{
     ClientStream, KubernetesApi, ListedAgent,
@@ -76,6 +76,29 @@ pub struct FleetQuestion {
     pub request: String,
     /// The caller.
     pub caller: Arc<dyn FleetCaller>,
+    /// For an answer that goes on.
+    pub end: StreamEnd,
+}
+
+/// Why an answer that went on has ended, for metrics and the audit log. Whoever ends it says so before. If
+/// nobody does, it was complete, or the client has left.
+#[derive(Clone, Debug, Default)]
+pub struct StreamEnd(Arc<OnceLock<EndedBy>>);
+
+impl StreamEnd {
+    /// The caller may not ask any more.
+    pub fn revoked(&self) {
+        let _ = self.0.set(EndedBy::Revoked);
+    }
+
+    /// Something was exhausted.
+    pub fn limited(&self) {
+        let _ = self.0.set(EndedBy::Limit);
+    }
+
+    fn by(&self) -> EndedBy {
+        self.0.get().copied().unwrap_or(EndedBy::Upstream)
+    }
 }
 
 impl std::fmt::Debug for FleetQuestion {
@@ -256,6 +279,7 @@ impl KubernetesApi {
             about.is_probe = true;
             return Ok(response);
         }
+        about.record.action(|| KubernetesAction::of_route(method.as_str(), route.pattern, path));
         check_method(route, method)?;
         if headers.keys().any(|name| is_impersonation(name.as_str())) {
             return Err(Failure::malformed("Impersonate-* headers are not allowed below /fleet/"));
@@ -267,10 +291,10 @@ impl KubernetesApi {
             (Serves::Diff, _) => self.diff(about, trust, asked).await,
             (Serves::Page, _) | (_, Auth::Everybody) => Err(nothing()),
             (Serves::Fleet(to), Auth::AgentOfPath | Auth::AgentOfQuery) => {
-                self.of_agent(about, trust, asked, Found { to, route, places }).await
+                self.of_agent(about, trust, asked, Found::new(to, route, places)).await
             }
             (Serves::Fleet(to), Auth::EachAgent) => {
-                self.of_each(about, trust, asked, Found { to, route, places }, kind).await
+                self.of_each(about, trust, asked, Found::new(to, route, places), kind).await
             }
         }
     }
@@ -314,6 +338,7 @@ impl KubernetesApi {
             credential,
             agent: Some(authorized),
         };
+        let end = found.end.clone();
         let making = async {
             let body = read(body, found.route.most_body, self.open.limits().silent_upload).await?;
             self.ask(about, parts, target, found, body, Arc::new(caller)).await
@@ -324,7 +349,7 @@ impl KubernetesApi {
             verdict = shared.ended() => Err(self.ended_early(verdict, agent, &about.method, Kind::Short)),
             made = making => made,
         };
-        respond(about, made, ending, open)
+        respond(about, made, ending, end, open)
     }
 
     /// Answers a question about the agents that a caller may use.
@@ -375,11 +400,12 @@ impl KubernetesApi {
         about.record.allowed_at_endpoint(parts.method.as_str(), &HeaderMap::new());
         about.is_allowed = true;
         let ending = Ending::new(about.record.clone(), Arc::clone(&self.metrics), kind);
+        let end = found.end.clone();
         let made = match read(body, found.route.most_body, self.open.limits().silent_upload).await {
             Ok(body) => self.ask(about, parts, target, found, body, Arc::new(caller)).await,
             Err(failure) => Err(failure),
         };
-        respond(about, made, ending, open)
+        respond(about, made, ending, end, open)
     }
 
     async fn ask(
@@ -401,6 +427,7 @@ impl KubernetesApi {
             body,
             request: about.id.as_str().to_owned(),
             caller,
+            end: found.end,
         };
         self.fleet.answer(question).await.map_err(FleetRefusal::into_failure)
     }
@@ -411,6 +438,13 @@ struct Found {
     to: FleetRoute,
     route: &'static Route,
     places: Vec<String>,
+    end: StreamEnd,
+}
+
+impl Found {
+    fn new(to: FleetRoute, route: &'static Route, places: Vec<String>) -> Self {
+        Self { to, route, places, end: StreamEnd::default() }
+    }
 }
 
 /// Refuses a method that a route has not.
@@ -455,6 +489,7 @@ pub(super) fn respond(
     about: &About,
     made: Result<FleetAnswer, Failure>,
     mut ending: Ending,
+    end: StreamEnd,
     open: OpenRequest,
 ) -> Result<Response<Body>, Failure> {
     let FleetAnswer { status, headers, body, held } = match made {
@@ -471,7 +506,7 @@ pub(super) fn respond(
         // Nobody asks a body without parts for one.
         ending.ended_by(EndedBy::Upstream);
     }
-    let sent = |source| grpc::boxed(Sent { source, ending, open, _held: held });
+    let sent = |source| grpc::boxed(Sent { source, ending, end, open, _held: held });
     let mut response = match body {
         FleetBody::Whole(bytes) => {
             let mut response = of_kas(&about.method, "application/json", Bytes::new());
@@ -502,6 +537,7 @@ enum Source {
 struct Sent {
     source: Source,
     ending: Ending,
+    end: StreamEnd,
     open: OpenRequest,
     _held: Option<Box<dyn Any + Send>>,
 }
@@ -514,7 +550,7 @@ impl HttpBody for Sent {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let Self { source, ending, open, .. } = &mut *self;
+        let Self { source, ending, end, open, .. } = &mut *self;
         let shared = open.shared();
         shared.answer_taken();
         let verdict = shared.poll_verdict(cx).filter(|verdict| *verdict != Verdict::Drain);
@@ -536,7 +572,7 @@ impl HttpBody for Sent {
                 ending.passed(frame.data_ref().map_or(0, Bytes::len));
                 shared.answer_given();
             }
-            Some(Err(_)) | None => ending.ended_by(EndedBy::Upstream),
+            Some(Err(_)) | None => ending.ended_by(end.by()),
         }
         if matches!(source, Source::Whole(rest) if rest.is_empty()) {
             ending.ended_by(EndedBy::Upstream);

@@ -42,6 +42,17 @@ impl KubernetesAction {
         Some(Self { verb, resource, path_hash, on_behalf_of: impersonated_user(header) })
     }
 
+    /// Returns the action of a request that kas answers itself. `route`: its path, with names in place of what
+    /// differs. That is the resource.
+    pub fn of_route(method: &str, route: &str, path: &str) -> Self {
+        Self {
+            verb: truncated(&method.to_ascii_lowercase()),
+            resource: truncated(route.trim_start_matches('/')),
+            path_hash: hash(path.as_bytes()),
+            on_behalf_of: None,
+        }
+    }
+
     /// Returns the action of a request that was parsed already.
     pub fn of_info(method: &str, info: &RequestInfo, target: &Target, on_behalf_of: Option<String>) -> Self {
         let (verb, resource) = names(method, info);
@@ -179,6 +190,14 @@ mod tests {
         assert_eq!(action.path_hash.len(), 64);
         assert!(!format!("{action:?}").contains("secret-place"));
         assert_eq!(KubernetesAction::of(&Header::default()), None);
+    }
+
+    #[test]
+    fn a_route_of_kas_is_told_without_what_stands_in_its_places() {
+        let action = KubernetesAction::of_route("GET", "/fleet/views/{view}", "/fleet/views/secrets-of-jane");
+        assert_eq!((&*action.verb, &*action.resource), ("get", "fleet/views/{view}"));
+        assert_eq!(action.path_hash, hash(b"/fleet/views/secrets-of-jane"));
+        assert!(!format!("{action:?}").contains("jane"));
     }
 
     #[test]

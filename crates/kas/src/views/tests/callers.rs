@@ -11,7 +11,7 @@ use ids::{Actor, AgentId, Impersonation};
 use kube_request::Target;
 use kubernetes_api::{
     Fleet as _, FleetAnswer, FleetBody, FleetCaller, FleetQuestion, FleetRefusal, FleetRoute, ListedAgent,
-    NotReached, Reachable,
+    NotReached, Reachable, StreamEnd,
 };
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -102,6 +102,7 @@ async fn ask(lab: &Lab, jane: &Jane, target: &str, last: &str) -> Result<FleetAn
         body: Bytes::new(),
         request: "1".to_owned(),
         caller: Arc::new(jane.clone()),
+        end: StreamEnd::default(),
     };
     HttpViews::new(Arc::clone(&lab.hub)).answer(question).await
 }

@@ -2,6 +2,8 @@
 
 use percent_encoding::percent_decode_str;
 
+use crate::selection::READY;
+
 /// A path below `/fleet/`.
 #[derive(Debug)]
 pub(crate) struct Route {
@@ -124,6 +126,32 @@ pub(crate) const ROUTES: &[Route] = &[
         serves: Serves::Page,
     },
 ];
+
+/// A path that kas itself answers at the endpoint, as others see it.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnPath {
+    /// The path. A segment `{…}` stands for any one, and `{*}` at the end for all that follow.
+    pub pattern: &'static str,
+    /// The methods besides `OPTIONS`.
+    pub methods: &'static [&'static str],
+    /// Whether everybody may ask, without a credential.
+    pub is_for_everybody: bool,
+}
+
+/// Returns everything that kas itself answers at the endpoint. The list of agents is below
+/// `url_path_prefix`. All else goes to the API servers of agents, for callers with a credential.
+pub fn own_paths() -> impl Iterator<Item = OwnPath> {
+    let others = [
+        OwnPath { pattern: READY, methods: READ, is_for_everybody: true },
+        OwnPath { pattern: "/agents", methods: READ, is_for_everybody: false },
+    ];
+    let routes = ROUTES.iter().map(|route| OwnPath {
+        pattern: route.pattern,
+        methods: route.methods,
+        is_for_everybody: route.auth == Auth::Everybody,
+    });
+    others.into_iter().chain(routes)
+}
 
 impl Route {
     /// Returns the route of a path, and what stands in its variable places: segments decoded, the rest as it
