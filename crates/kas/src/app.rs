@@ -402,7 +402,7 @@ impl Kas {
         let memory = usize::try_from(config.views.memory).unwrap_or(usize::MAX);
         let buffers = Buffers::new(memory, &view_metrics);
         let hub = Hub::new(HubParts {
-            settings: HubSettings { memory, linger: config.views.linger },
+            settings: HubSettings { memory, linger: config.views.linger, rights: config.views.rights_period },
             definitions: views::definitions(&config.views.files)
                 .map_err(|(index, why)| StartError::Views { index, why })?,
             sources: Arc::new(Tunnels {

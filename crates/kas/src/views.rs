@@ -128,6 +128,8 @@ pub(crate) struct HubSettings {
     pub(crate) memory: usize,
     /// How long rows are kept fresh that nobody looks at.
     pub(crate) linger: Duration,
+    /// How often it is asked again what a caller may see: at most a minute.
+    pub(crate) rights: Duration,
 }
 
 /// What the hub is made of.
@@ -232,7 +234,7 @@ impl Hub {
             metrics,
             phase,
         } = parts;
-        let reviews = Reviews::new(Arc::clone(&metrics));
+        let reviews = Reviews::new(settings.rights, Arc::clone(&metrics));
         Arc::new(Self {
             settings,
             definitions,

@@ -36,13 +36,16 @@ const NONE: &str = "kasu_nonenonenonenonenonenonenonenonenonenonenon";
 async fn endpoint(files: &TempDir) -> Result<Endpoint> {
     let users = files.path().join("users.yaml");
     endpoint::write_users(&users, &[("jane", JANE), ("all", ALL), ("one", ONE), ("none", NONE)])?;
-    Endpoint::start(json!({ "agent": { "kubernetes_api": {
-        "users": { "file": users },
-        "access": [
-            { "agents": "all", "users": ["kas:jane"], "as": "agent" },
-            { "agents": "all", "users": ["kas:*"], "as": "user" },
-        ],
-    } } }))
+    Endpoint::start_audited(json!({
+        "agent": { "kubernetes_api": {
+            "users": { "file": users },
+            "access": [
+                { "agents": "all", "users": ["kas:jane"], "as": "agent" },
+                { "agents": "all", "users": ["kas:*"], "as": "user" },
+            ],
+        } },
+        "views": { "rights_period": "1s" },
+    }))
     .await
 }
 
@@ -244,9 +247,52 @@ async fn users_see_by_http_what_the_api_server_lets_them_read() -> Result<()> {
     // Each stream counts, until its client has left.
     endpoint.kas.metric_is("kas_view_subscriptions", 1.0).await?;
     drop(again);
-    // That a rule which is taken away ends a stream is a matter of minutes: tests with a paused clock show
-    // it.
-    endpoint.kas.metric_is("kas_view_subscriptions", 0.0).await
+    endpoint.kas.metric_is("kas_view_subscriptions", 0.0).await?;
+    rights_are_withdrawn(kubernetes, &endpoint, shop, &watch).await
+}
+
+/// A RoleBinding is deleted while its user looks: its stream ends, and nobody else's.
+async fn rights_are_withdrawn(
+    kubernetes: &Kubernetes,
+    endpoint: &Endpoint,
+    namespace: &str,
+    watch: &str,
+) -> Result<()> {
+    let mut one = ask(endpoint.address, ONE, watch, None).await?;
+    let mut all = ask(endpoint.address, ALL, watch, None).await?;
+    one.event("synced").await?;
+    all.event("synced").await?;
+    kubernetes.kubectl(&["delete", "rolebinding", "views-http-one", "-n", namespace]).await?;
+    let ended = one.event("ended").await?.data;
+    assert_eq!(ended["code"], 403, "{ended}");
+    let text = ended["message"].as_str().unwrap_or_default();
+    ensure!(text.contains("may not list and watch pods"), "{ended}");
+    // It was the last event.
+    soon("the end", async { anyhow::Ok((&mut one.body).collect().await?) }).await?;
+    let (status, text) = refused(endpoint.address, ONE, watch).await?;
+    ensure!(status == 403 && text.contains("may not list and watch pods"), "{status} {text}");
+    // Whose rights are in another binding goes on looking.
+    kubernetes.create_pods(namespace, "later", 1).await?;
+    all.row("upserted", "later-00000").await?;
+    let line = eventually("the end is in the audit log", async || {
+        let lines = endpoint.audited()?;
+        let ended = lines.into_iter().find(|line| line["ended_by"] == "revoked");
+        Ok(ended.ok_or("no such line"))
+    })
+    .await?;
+    for (key, value) in [
+        ("event", json!("end")),
+        ("actor", json!("file")),
+        ("subject", json!("kas:one")),
+        ("verb", json!("get")),
+        ("resource", json!("fleet/views/{view}")),
+        ("kind", json!("watch")),
+        ("decision", json!("allow")),
+        ("http_status", json!(200)),
+    ] {
+        assert_eq!(line[key], value, "{key} of {line}");
+    }
+    Ok(())
 }
 
 #[tokio::test]
@@ -257,9 +303,7 @@ async fn an_agent_of_14_1_has_views_for_those_who_see_what_it_sees() -> Result<(
     let agent = HttpAgent::start(endpoint.kas.agent, &token(AGENT), Kind::Old, api.address()).await?;
     // It is connected as long as it has this stream.
     let _configuration = agent.raw().configuration("").await?;
-    // The agent of this test reads whole bodies before it answers, so that a watch would never begin: the
-    // summary needs none.
-    let target = "summary?agents=id%3D1";
+    let target = "pods?agents=id%3D1";
     let seen = eventually("the agent has rows", async || {
         let (status, answer) = ask(endpoint.address, JANE, target, None).await?.json().await?;
         let has_rows = status == 200 && answer["rows"].as_array().is_some_and(|rows| !rows.is_empty());

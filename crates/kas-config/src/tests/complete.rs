@@ -365,7 +365,7 @@ fn an_empty_file_means_one_replica_on_loopback() {
             max_series: 50_000,
             per_caller: 4,
         },
-        views: Views { memory: 256 << 20, linger: secs(300), files: Vec::new() },
+        views: Views { memory: 256 << 20, linger: secs(300), rights_period: secs(60), files: Vec::new() },
         sinks: Sinks::default(),
         components: Vec::new(),
     };

@@ -34,12 +34,13 @@ const WITHIN: Duration = Duration::from_secs(10);
 const ALL_WITHIN: Duration = Duration::from_secs(20);
 /// Agents that a refusal names.
 const MOST_NAMED: usize = 5;
-/// How often rights are asked for again, and agents that did not answer.
+/// How often agents are asked again that did not answer.
 const AGAIN: Duration = Duration::from_secs(60);
 /// Without an answer about rights for this long, the subscription ends.
 const SILENT: Duration = Duration::from_secs(300);
 /// After so long without an answer about all that is attached, no rows are told, whatever the reason is. The
-/// director may wait for a caller that reads slowly, or for many agents.
+/// director may wait for a caller that reads slowly, or for many agents. Rights are asked for again each minute
+/// or more often.
 pub(super) const STALE: Duration = Duration::from_secs(60 + 300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);
@@ -375,7 +376,8 @@ impl Director {
             }
         };
         self.told.remove(&agent.id);
-        self.attached.insert(agent.id, Attached { targets, asked, next: asked + AGAIN, gone: None });
+        let next = asked + asker.hub.settings.rights;
+        self.attached.insert(agent.id, Attached { targets, asked, next, gone: None });
         for (number, look) in looks {
             self.tell(Note::Attach { agent: agent.id, name: agent.name.clone(), number, look }).await;
         }
@@ -389,7 +391,8 @@ impl Director {
     async fn ask_again(&mut self) -> Result<(), Status> {
         // Answers that are due soon are too old to be used again, so these are questions to the API server
         // too.
-        let soon = Instant::now() + AGAIN.saturating_sub(reviews::YES);
+        let period = self.asker.hub.settings.rights;
+        let soon = Instant::now() + period.saturating_sub(reviews::yes(period));
         let due = self.attached.iter().filter(|(_, attached)| attached.next <= soon);
         let asking: Vec<_> = due
             .map(|(agent, attached)| {
@@ -403,7 +406,7 @@ impl Director {
             match answer {
                 Ok(Ok((May::Yes, asked))) => {
                     attached.asked = asked;
-                    attached.next = asked + AGAIN;
+                    attached.next = asked + period;
                 }
                 Ok(Ok((May::No(missing), _))) => {
                     let text = format!("agent {agent}: {}, any more", may_not(&[missing]));
@@ -414,7 +417,7 @@ impl Director {
                     let text = format!("agent {agent} has not said for {SILENT:?} what the caller may see");
                     return Err(Status::new(Code::Unavailable, text));
                 }
-                Ok(Err(_)) | Err(_) => attached.next = Instant::now() + AGAIN,
+                Ok(Err(_)) | Err(_) => attached.next = Instant::now() + period,
             }
         }
         let oldest = self.attached.values().map(|attached| attached.asked).min();

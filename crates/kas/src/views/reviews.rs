@@ -15,13 +15,16 @@ use super::{
 };
 use crate::joined::{Joined, Outcome};
 
-/// How long a yes is used for further questions. Who looks is asked about again 60 s after the answer that it
-/// was let in with, and those whose time comes a little later are asked about with it.
-pub(super) const YES: Duration = Duration::from_secs(50);
-/// How long a no is: a right that was just given should work soon.
+/// How long a no is used for further questions: a right that was just given should work soon.
 const NO: Duration = Duration::from_secs(2);
 /// The most answers. Each takes about 200 bytes.
 const MOST: NonZeroUsize = NonZeroUsize::new(50_000).expect("it is not 0");
+
+/// Returns how long a yes is used for further questions. Who looks is asked about again `period` after the
+/// answer that it was let in with, and those whose time comes a little later are asked about with it.
+pub(super) fn yes(period: Duration) -> Duration {
+    period * 5 / 6
+}
 
 /// What is asked: who, of which agent, what and where.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -59,14 +62,16 @@ pub(super) type Said = (May, Instant);
 
 /// The answers.
 pub(super) struct Reviews {
+    /// How often it is asked again what a caller may see.
+    period: Duration,
     known: Mutex<LruCache<Key, Said>>,
     asking: Joined<Key, Result<Said, Status>>,
     metrics: Arc<ViewMetrics>,
 }
 
 impl Reviews {
-    pub(super) fn new(metrics: Arc<ViewMetrics>) -> Arc<Self> {
-        Arc::new(Self { known: Mutex::new(LruCache::new(MOST)), asking: Joined::new(), metrics })
+    pub(super) fn new(period: Duration, metrics: Arc<ViewMetrics>) -> Arc<Self> {
+        Arc::new(Self { period, known: Mutex::new(LruCache::new(MOST)), asking: Joined::new(), metrics })
     }
 
     /// Returns what was said in the last seconds, or what `ask` says. Questions at the same time are one, and
@@ -102,7 +107,15 @@ impl Reviews {
     fn kept(&self, key: &Key) -> Option<Said> {
         let mut known = self.known.lock();
         let (may, asked) = known.get(key)?;
-        (asked.elapsed() < lasts(may)).then(|| (may.clone(), *asked))
+        (asked.elapsed() < self.lasts(may)).then(|| (may.clone(), *asked))
+    }
+
+    /// How long an answer is used.
+    fn lasts(&self, may: &May) -> Duration {
+        match may {
+            May::Yes => yes(self.period),
+            May::No(_) => NO,
+        }
     }
 
     fn said(&self, key: Key, answer: &Result<Said, Status>) {
@@ -117,14 +130,6 @@ impl Reviews {
     }
 }
 
-/// How long an answer is used.
-fn lasts(may: &May) -> Duration {
-    match may {
-        May::Yes => YES,
-        May::No(_) => NO,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -135,6 +140,8 @@ mod tests {
     use views::Form;
 
     use super::*;
+
+    const PERIOD: Duration = Duration::from_secs(60);
 
     fn key(user: &str, agent: i64, namespace: Option<&str>) -> Key {
         let actor = Actor { issuer: "file".to_owned(), subject: Some(user.to_owned()) };
@@ -159,7 +166,7 @@ mod tests {
     impl Lab {
         fn new() -> Self {
             let metrics = Arc::new(ViewMetrics::new(&mut Registry::default()));
-            Self { reviews: Reviews::new(metrics), asked: Arc::default() }
+            Self { reviews: Reviews::new(PERIOD, metrics), asked: Arc::default() }
         }
 
         async fn get(&self, key: Key, answer: Result<May, Status>) -> Result<Said, Status> {
@@ -191,7 +198,7 @@ mod tests {
         }
         assert_eq!(lab.asked(), 1);
         // The age of an answer is told, so that it is asked again in time.
-        advance(YES - Duration::from_secs(2)).await;
+        advance(yes(PERIOD) - Duration::from_secs(2)).await;
         assert_eq!(lab.get(key("jane", 7, None), Ok(no())).await.unwrap(), (May::Yes, began));
         assert_eq!(lab.asked(), 0);
         advance(Duration::from_secs(1)).await;

@@ -495,7 +495,11 @@ impl Lab {
         let metrics = Arc::new(ViewMetrics::new(&mut Registry::default()));
         let hub = Hub::new(HubParts {
             buffers: Buffers::new(memory, &metrics),
-            settings: HubSettings { memory, linger: Duration::from_secs(300) },
+            settings: HubSettings {
+                memory,
+                linger: Duration::from_secs(300),
+                rights: Duration::from_secs(60),
+            },
             definitions: Definitions::default(),
             sources: Arc::new(Worlds(worlds.clone())),
             tracker: Arc::new(tracker.clone()),
