@@ -5,6 +5,7 @@
 
 mod listener;
 mod metrics;
+mod routes;
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
@@ -20,6 +21,7 @@ pub(crate) use self::listener::DirectListener;
 pub use self::listener::fuzz;
 pub use self::metrics::DirectMetrics;
 use self::metrics::{By, Owner};
+pub(crate) use self::routes::{Auth, ROUTES};
 
 /// The fewest bytes of the secret of proxies.
 const SHORTEST: usize = 16;

@@ -17,4 +17,5 @@ pub(crate) use self::{
     deliver::{Delivering, Receivers},
     desk::{Desk, Parts},
     listener::HookListener,
+    routes::{Auth, ROUTES},
 };

@@ -22,6 +22,7 @@ pub mod preflight;
 pub mod pushes;
 pub mod registrar;
 pub mod replicas;
+pub mod served;
 pub mod sinks;
 pub mod sync;
 mod timestamp;

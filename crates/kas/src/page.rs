@@ -64,6 +64,9 @@ const FILES: &[PageFile] = &[
     ICON,
 ];
 
+/// What changes, as server-sent events.
+const EVENTS: &str = "events";
+
 /// The files of the page with the trees of clusters.
 const OF_CLUSTERS: &[PageFile] = &[
     PageFile { name: "", content_type: HTML, content: include_str!("page/clusters.html") },
@@ -84,6 +87,11 @@ fn headers() -> [(HeaderName, HeaderValue); 6] {
         (HeaderName::from_static("cross-origin-resource-policy"), of("same-origin")),
         (HeaderName::from_static("cross-origin-opener-policy"), of("same-origin")),
     ]
+}
+
+/// Returns the names below [`PATH`].
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    FILES.iter().map(|file| file.name).chain([EVENTS])
 }
 
 /// Returns the page with the trees of clusters, for the endpoint for kubectl.
@@ -198,7 +206,7 @@ impl Page {
                 ),
             );
         }
-        if name == "events" {
+        if name == EVENTS {
             return self.events(request);
         }
         match FILES.iter().find(|file| file.name == name) {

@@ -5,18 +5,19 @@ use std::{net::SocketAddr, sync::Arc};
 use bytes::Bytes;
 use callers::{QueryParameters, take_credential};
 use cluster::Door;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
 use hyper::body::Incoming;
 use ids::AgentId;
 use kas_config::Attempts;
 use kubernetes_api::Prefix;
 use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot, Trust};
-use observe::refusals::{ListenerName, Refusals};
+use observe::refusals::{ListenerName, Reason, Refusals};
 
-use super::Owners;
+use super::{
+    Owners,
+    routes::{Auth, Route},
+};
 
-/// The path that is served.
-const PATH: &str = "/fleet/owner";
 /// Where a proxy has its secret: `Authorization` is that of its client.
 const SECRET: &str = "kas-authorization";
 /// The agent, as callers of the API name it.
@@ -57,10 +58,12 @@ impl DirectListener {
         if !self.owners.secret.is(secret) {
             return Err(Refused::Secret);
         }
-        if request.uri().path() != PATH {
-            return Err(Refused::Path);
+        let route = Route::find(request.uri().path()).ok_or(Refused::Path)?;
+        match route.auth {
+            // It has the secret.
+            Auth::Proxy => {}
         }
-        if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        if !route.methods.contains(&request.method().as_str()) {
             return Err(Refused::Method);
         }
         let door = door(request.uri().query())?;
@@ -133,7 +136,10 @@ impl Connection for Proxy {
         Box::pin(async move {
             let told = self.listener.serve(&request).await;
             match told {
-                Err(Refused::Secret) => self.trust.failed(),
+                Err(Refused::Secret) => {
+                    self.trust.failed();
+                    self.listener.refusals.refused(ListenerName::Direct, Reason::Unauthenticated);
+                }
                 Ok(_) | Err(_) => {
                     self.trust.passed();
                 }

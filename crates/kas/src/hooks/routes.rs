@@ -2,25 +2,25 @@
 
 /// A path of the listener.
 #[derive(Debug)]
-pub(super) struct Route {
+pub(crate) struct Route {
     /// The path. A segment `{…}` stands for any one.
-    pub(super) pattern: &'static str,
+    pub(crate) pattern: &'static str,
     /// The method.
-    pub(super) method: &'static str,
+    pub(crate) method: &'static str,
     /// Who may send.
-    pub(super) auth: Auth,
+    pub(crate) auth: Auth,
 }
 
 /// Who may send to a path. There is no class for everybody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Auth {
+pub(crate) enum Auth {
     /// A sender that has the secret or the key of the hook that the path names, which the home of its agent
     /// verifies before anything is kept.
     OfHook,
 }
 
 /// Everything that the listener serves.
-pub(super) const ROUTES: &[Route] =
+pub(crate) const ROUTES: &[Route] =
     &[Route { pattern: "/hooks/v1/{agent}/{hook}", method: "POST", auth: Auth::OfHook }];
 
 impl Route {
