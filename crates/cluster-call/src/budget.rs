@@ -128,9 +128,7 @@ impl Drop for Held {
 impl Drop for Budget {
     fn drop(&mut self) {
         if let Some(within) = &self.within {
-            let used = *self.used.get_mut();
-            within.used.fetch_sub(used, Ordering::Relaxed);
-            within.changed(used, false);
+            within.give(*self.used.get_mut());
         }
     }
 }
@@ -167,6 +165,11 @@ mod tests {
         assert_eq!((c.used(), all.used()), (50, 90));
         drop(held);
         assert_eq!((c.used(), all.used()), (0, 40));
+        let innermost = Budget::new("d", 60, Some(Arc::clone(&b)));
+        innermost.take(5).unwrap();
+        assert_eq!((b.used(), all.used()), (45, 45));
+        drop(innermost);
+        assert_eq!((b.used(), all.used()), (40, 40));
         drop(b);
         assert_eq!((all.used(), told.load(Ordering::Relaxed)), (0, 0));
         assert_eq!(of_told.load(Ordering::Relaxed), 100);
