@@ -300,7 +300,7 @@ async fn lines_that_never_end_are_counted_and_harm_no_other_agent() {
 async fn a_large_page_is_read_when_there_is_room_for_what_is_made_of_it() {
     let lab = Lab::new(2);
     for n in 0..500 {
-        lab.world().put("shop", &format!("web-{n}-{}", "x".repeat(200)), "Running", 0);
+        lab.world().put(&"x".repeat(200), &format!("web-{n}"), "Running", 0);
     }
     lab.worlds[&2].put("shop", "small", "Running", 0);
     let others = lab.hub.buffers.parse_nothing_else().await;
