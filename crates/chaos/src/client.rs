@@ -89,6 +89,8 @@ pub(crate) struct Client {
     token: Mutex<Option<(Instant, String)>>,
     /// How many replicas are tried at most, while none of them has run the request.
     tries: AtomicUsize,
+    /// The deadline of one attempt; `None`: what is left of that of the request.
+    patience: Mutex<Option<Duration>>,
     links: Vec<[tokio::sync::Mutex<Option<Sender>>; 2]>,
 }
 
@@ -115,7 +117,8 @@ impl Client {
     fn with_tokens(doors: Vec<Door>, secret: Vec<u8>, user: String, valid: i64) -> Arc<Self> {
         let links = doors.iter().map(|_| Default::default()).collect();
         let (secret, tries) = (Mutex::new(secret), AtomicUsize::new(TRIES));
-        Arc::new(Self { doors, secret, user, valid, token: Mutex::default(), tries, links })
+        let (token, patience) = (Mutex::default(), Mutex::default());
+        Arc::new(Self { doors, secret, user, valid, token, tries, patience, links })
     }
 
     /// Returns a client of the same replicas whose tokens ended hours ago, and whose user nobody knows.
@@ -179,6 +182,12 @@ impl Client {
     /// From now on, tries every replica with a request until one may have run it.
     pub(crate) fn try_all(&self) {
         self.tries.store(usize::MAX, Ordering::Relaxed);
+    }
+
+    /// As [`try_all`](Self::try_all), and waits for each of them this long at most.
+    pub(crate) fn try_all_for(&self, each: Duration) {
+        self.try_all();
+        *self.patience.lock() = Some(each);
     }
 
     /// Signs with this secret from now on.
@@ -254,6 +263,7 @@ impl Client {
             let replica = (first + record.attempts.len()) % self.doors.len();
             let at = clock::now();
             let left = end.saturating_duration_since(Instant::now());
+            let left = self.patience.lock().map_or(left, |each| left.min(each));
             let ended = match kind {
                 Kind::Http => self.create(replica, id, agent, sent.clone(), end + AFTER).await,
                 _ => self.call(replica, id, agent, sent.clone(), left, end + AFTER).await,

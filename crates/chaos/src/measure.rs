@@ -304,13 +304,13 @@ pub(crate) const T_UNBLOCK_REMOTE: Row = times(
     "kas polls up to 1 s",
     "the agent sees its first tunnel to the start of a request that waited on another replica",
 );
-/// Of all that waited, not only of the first of each agent.
+/// Of requests that did not wait alone.
 pub(crate) const T_UNBLOCK_EACH: Row = times(
-    "T_unblock of each",
-    500.0,
-    2_000.0,
+    "T_unblock of 1,000",
+    1_000.0,
+    5_000.0,
     "",
-    "the agent sees its first tunnel to the start of each request that waited for it, 25 for each agent; an agent opens more tunnels when all are busy",
+    "the agent sees its first tunnel to the start of each of 1,000 requests that waited for 40 agents; an agent opens more tunnels when all are busy",
 );
 /// What a client is told of an agent that cannot be reached from there.
 pub(crate) const T_REFUSE: Row = times(
@@ -318,7 +318,7 @@ pub(crate) const T_REFUSE: Row = times(
     2_500.0,
     3_000.0,
     "",
-    "an attempt at a replica from which no replica that holds the agent can be reached, begun while the network was cut, to its end; limits.find_timeout is 2 s in these runs",
+    "an attempt at a replica from which no replica that holds the agent can be reached, begun while the network was cut, to its end; its deadline, and limits.find_timeout for what has none, are 2 s in these runs",
 );
 pub(crate) const T_DRAIN: Row = times(
     "T_drain",
@@ -436,7 +436,7 @@ pub(crate) const RESYNCED: Row = Row {
     target: 1.0,
     gate: 1.0,
     reference: "",
-    how: "looks at which its copy of a table is further than the link could have carried changes, one byte each, since the look before",
+    how: "looks at which its copy of a table is further, since the look before, than a stream that begins again makes up for: 4,096 changes, and a quarter of the agents",
 };
 pub(crate) const FALSE_DEATHS: Row =
     counts("false deaths", "replicas", 0.0, "replicas that live and leave the list of another one");

@@ -173,7 +173,7 @@ pub(crate) async fn perform(id: &str, run: &mut Run) -> Result<()> {
         "S22" => network::half_open(run).await,
         "S23" => outside::names(run).await,
         "S24" => wires::balancers(run).await,
-        "S25" => registry::waiters(run, registry::WAITERS).await,
+        "S25" => registry::block_then_connect(run).await,
         "S26" => limits::waiter_storm(run).await,
         "S27" => registry::churn(run).await,
         "S28" => registry::moves(run).await,

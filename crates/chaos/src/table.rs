@@ -322,7 +322,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S25",
-        "1,000 requests wait for 40 absent agents, then the agents connect",
+        "a request waits for each of 40 absent agents at each replica, then 1,000 of them wait, and the agents connect",
         "T_unblock_local, T_unblock_remote; each is released once",
         true,
     ),
@@ -370,7 +370,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S33",
-        "a replica that hears nothing of TCP while a table changes 8,000 times, and then 1 KB/s, also while agents come and go",
+        "a replica that hears nothing of TCP while a table changes 8,000 times, then 1 KB/s while agents come and go",
         "it gets a snapshot instead of the changes; the others hold no more for it than bounds; requests through them succeed, sizes return to within 5 %, T_heal",
         false,
     )

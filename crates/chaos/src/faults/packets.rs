@@ -353,39 +353,27 @@ impl Slow {
     pub(crate) fn start(network: &Network, hosts: &[usize], kbit: u32) -> Result<Self> {
         let links = hosts.iter().map(|host| (network.host(*host).to_owned(), "eth0".to_owned()));
         let fast = format!("match ip dst {OUTSIDE}/32 flowid 1:10");
-        Self::of(links.collect(), (kbit, 16 * 1024), 20, &[fast])
+        Self::of(links.collect(), kbit, 20, &[fast])
     }
 
-    /// Limits the TCP that a host hears from others, in kbit/s, of all of them together. `burst`: what passes
-    /// at once after a pause, in bytes, a whole packet at least.
-    pub(crate) fn towards(
-        network: &Network,
-        host: usize,
-        from: &[usize],
-        kbit: u32,
-        burst: u64,
-    ) -> Result<Self> {
+    /// Limits the TCP that a host hears from others, in kbit/s, of all of them together.
+    pub(crate) fn towards(network: &Network, host: usize, from: &[usize], kbit: u32) -> Result<Self> {
         let link = (network.outside().to_owned(), format!("v{host}"));
         let slow = from.iter().map(|from| {
             let from = Network::address(*from);
             format!("match ip protocol 6 0xff match ip src {from}/32 flowid 1:20")
         });
-        Self::of(vec![link], (kbit, burst), 10, &slow.collect::<Vec<_>>())
+        Self::of(vec![link], kbit, 10, &slow.collect::<Vec<_>>())
     }
 
     /// Of two classes, 20 is slow; what no filter names is in the class `default`.
-    fn of(
-        links: Vec<(PathBuf, String)>,
-        (kbit, burst): (u32, u64),
-        default: u32,
-        filters: &[String],
-    ) -> Result<Self> {
+    fn of(links: Vec<(PathBuf, String)>, kbit: u32, default: u32, filters: &[String]) -> Result<Self> {
         for (namespace, device) in &links {
             let mut commands = format!(
                 "qdisc add dev {device} root handle 1: htb default {default}\n\
                  class add dev {device} parent 1: classid 1:10 htb rate 10gbit\n\
                  class add dev {device} parent 1: classid 1:20 htb rate 10gbit\n\
-                 qdisc add dev {device} parent 1:20 handle 20: tbf rate {kbit}kbit burst {burst}b limit 50kb\n"
+                 qdisc add dev {device} parent 1:20 handle 20: tbf rate {kbit}kbit burst 16kb limit 50kb\n"
             );
             for filter in filters {
                 commands += &format!("filter add dev {device} parent 1: protocol ip u32 {filter}\n");
@@ -396,18 +384,33 @@ impl Slow {
     }
 
     /// Frees them, and fails if no packet had to wait.
-    pub(crate) fn stop(self) -> Result<String> {
+    pub(crate) fn stop(mut self) -> Result<String> {
         let mut held = 0_u64;
-        for (namespace, device) in &self.links {
-            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-            let shown =
-                inside(namespace, "tc", &words(&format!("-s qdisc show dev {device} parent 1:20")), "")?;
+        for (namespace, device) in std::mem::take(&mut self.links) {
+            let shown = tc(&namespace, &format!("-s qdisc show dev {device} parent 1:20"))?;
             held += number_after(&shown, "overlimits").context("tc shows how often a packet waited")?;
-            inside(namespace, "tc", &words(&format!("qdisc del dev {device} root")), "")?;
+            tc(&namespace, &format!("qdisc del dev {device} root"))?;
         }
         ensure!(held > 0, "the links were not slow: no packet had to wait");
         Ok(format!("packets had to wait {held} times"))
     }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        // A scenario that fails must not make the end of its run slow, too.
+        for (namespace, device) in &self.links {
+            if let Err(error) = tc(namespace, &format!("qdisc del dev {device} root")) {
+                eprintln!("a link stays slow: {error:#}");
+            }
+        }
+    }
+}
+
+/// Runs tc with these words in a network namespace.
+fn tc(namespace: &Path, words: &str) -> Result<String> {
+    let words: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
+    inside(namespace, "tc", &words, "")
 }
 
 /// Returns the number after a word.

@@ -30,13 +30,24 @@ pub(crate) fn first_absent(run: &Run) -> i64 {
 }
 
 /// How many requests wait in S25.
-pub(super) const WAITERS: usize = 1_000;
+const WAITERS: usize = 1_000;
 /// Requests of one client at the same time: a connection has 250 streams.
 const ONE_CLIENT: usize = 200;
 
+/// S25: one request for each agent and at each replica waits, then 1,000 of them.
+pub(super) async fn block_then_connect(run: &mut Run) -> Result<()> {
+    let one_each = run.setup.replicas * usize::try_from(run.setup.more_agents)?;
+    let swarm = waiters(run, one_each).await?;
+    run.end_swarm(swarm).await?;
+    let first = first_absent(run);
+    let agents: Vec<i64> = (first..first + run.setup.more_agents).collect();
+    seen(run, &agents, false).await?;
+    waiters(run, WAITERS).await.map(drop)
+}
+
 /// So many requests wait, evenly for each absent agent and at each replica, until all agents connect to
-/// replica 0.
-pub(super) async fn waiters(run: &mut Run, requests: usize) -> Result<()> {
+/// replica 0. Returns their swarm.
+pub(super) async fn waiters(run: &mut Run, requests: usize) -> Result<usize> {
     let (first, count) = (first_absent(run), run.setup.more_agents);
     let pairs: Vec<(i64, usize)> = (first..first + count)
         .flat_map(|agent| (0..run.setup.replicas).map(move |replica| (agent, replica)))
@@ -78,7 +89,7 @@ pub(super) async fn waiters(run: &mut Run, requests: usize) -> Result<()> {
     }
     run.notes.push(format!("{requests} requests waited for {count} agents, {failed} of them in vain."));
     run.measure(&TWICE, [f64::from(failed)]);
-    Ok(())
+    Ok(swarm)
 }
 
 /// Agents that come to a replica and leave it as fast as that goes, until it is stopped: each connects, opens
