@@ -29,7 +29,7 @@ struct Missing {
 /// One line with the missing tools and how to install them.
 pub(crate) fn provide(install: bool) -> Result<()> {
     if install {
-        chromium_install();
+        install_optional();
     }
     let missing = missing()?;
     if missing.is_empty() {
@@ -146,14 +146,28 @@ fn missing() -> Result<Vec<Missing>> {
 /// The names of Chromium in distributions; the tests use the same names.
 const CHROMIUM: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// Installs Chromium if possible. Without it, the tests of the page are skipped and say so.
-fn chromium_install() {
+/// Whether Ruby is there, with its client of Redis.
+fn has_ruby_redis() -> bool {
+    find_program("ruby").is_some_and(|ruby| {
+        let output = Command::new(ruby).args(["-e", "require 'redis'"]).output();
+        output.is_ok_and(|output| output.status.success())
+    })
+}
+
+/// Installs Chromium and Ruby if possible. Without them, the tests of the page and of the subscriber are
+/// skipped and say so.
+fn install_optional() {
     let possible = find_program("apt-get").is_some() && rustix::process::geteuid().is_root();
-    if CHROMIUM.iter().all(|name| find_program(name).is_none())
-        && possible
-        && let Err(error) = apt_install(&["chromium"])
+    let has_chromium = CHROMIUM.iter().any(|name| find_program(name).is_some());
+    for (what, is_there, package) in
+        [("Chromium", has_chromium, "chromium"), ("Ruby with Redis", has_ruby_redis(), "ruby ruby-redis")]
     {
-        line(format_args!("no Chromium: {error:#}"));
+        if !is_there
+            && possible
+            && let Err(error) = apt_install(&[package])
+        {
+            line(format_args!("no {what}: {error:#}"));
+        }
     }
 }
 

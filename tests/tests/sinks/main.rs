@@ -2,5 +2,6 @@
 //! Redis, and a receiver of the test.
 
 mod news;
+mod rails;
 mod replicas;
 mod setup;
