@@ -103,7 +103,7 @@ pub fn kas_yaml_answers(bytes: &[u8]) {
 /// Answers in which API servers refuse something, wherever they are read, and answers of Services by their
 /// proxy. No panic, what is shown is short, and no header of the connection goes on.
 pub fn api_answers(bytes: &[u8]) {
-    cluster_call::fuzz(bytes);
+    kas::fleet::fuzz_service(bytes);
     kas::hooks::fuzz_answer(bytes);
     kas::pods::fuzz(bytes);
     let message = ::views::table::message(bytes);

@@ -32,6 +32,8 @@ use self::{
 #[cfg(feature = "fuzzing")]
 pub use self::{catalog::fuzz as fuzz_catalog, prometheus::fuzzing::fuzz as fuzz_prometheus};
 use crate::{agent_files::AgentFiles, directory::AgentDirectory};
+#[cfg(feature = "fuzzing")]
+pub use cluster_call::fuzz as fuzz_service;
 
 /// How long a request may wait for a tunnel of an agent that is said to be connected.
 const FIND: Duration = Duration::from_secs(3);
