@@ -10,7 +10,7 @@ use testkit::{
     agentk::Agentk,
     bench::{self, payload},
     kas::{eventually, get, token},
-    mesh::Mesh,
+    mesh::{Mesh, Options},
     process::{Process, find},
 };
 
@@ -122,7 +122,9 @@ impl Prometheus {
 
 #[tokio::test]
 async fn a_real_prometheus_answers_every_query_and_fires_when_a_replica_dies() -> Result<()> {
-    let mesh = Mesh::start(3).await?;
+    let sink = json!({ "name": "log", "agents": "all", "news": ["agents"], "log": true });
+    let config = json!({ "sinks": { "targets": [sink] } });
+    let mesh = Mesh::start_with(Options { replicas: 3, config, ..Options::default() }).await?;
     mesh.meshed().await?;
     // It connects to two of the three.
     let addresses: Vec<String> = (0..3).map(|n| format!("grpc://{}", mesh.agents(n))).collect();

@@ -9,6 +9,9 @@ use prometheus_client::{
     registry::Registry,
 };
 
+/// The outcome of a delivery to an agent that is not connected.
+pub(super) const ABSENT: &str = "absent";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CopiesLabel {
     copies: &'static str,
@@ -35,6 +38,7 @@ pub(crate) struct MailboxMetrics {
     accept_seconds: Histogram,
     refused: Family<ReasonLabel, Counter>,
     deliveries: Family<OutcomeLabel, Counter>,
+    delivery_seconds: Histogram,
     died: Counter,
     dropped: Counter,
     lost: Counter,
@@ -56,6 +60,9 @@ impl MailboxMetrics {
             ]),
             refused: Family::default(),
             deliveries: Family::default(),
+            delivery_seconds: Histogram::new([
+                0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+            ]),
             died: Counter::default(),
             dropped: Counter::default(),
             lost: Counter::default(),
@@ -93,6 +100,11 @@ impl MailboxMetrics {
             "Deliveries that were tried, by their outcome",
             metrics.deliveries.clone(),
         );
+        registry.register(
+            "mailbox_delivery_seconds",
+            "Time of a delivery to an agent that is connected, with the answer of the receiver",
+            metrics.delivery_seconds.clone(),
+        );
         registry.register("mailbox_died", "Hooks that became dead letters", metrics.died.clone());
         registry.register(
             "mailbox_dropped",
@@ -112,6 +124,12 @@ impl MailboxMetrics {
         // Writing an idle family makes its series exist.
         for reason in ["unauthenticated", "rate", "limit", "unknown", "unavailable"] {
             metrics.refused.get_or_create(&ReasonLabel { reason }).inc_by(0);
+        }
+        for copies in ["1", "2"] {
+            metrics.accepted.get_or_create(&CopiesLabel { copies }).inc_by(0);
+        }
+        for outcome in ["done", "again", "dead", ABSENT] {
+            metrics.deliveries.get_or_create(&OutcomeLabel { outcome }).inc_by(0);
         }
         metrics
     }
@@ -136,8 +154,11 @@ impl MailboxMetrics {
     }
 
     /// `outcome`: `done`, `again`, `dead` or `absent`.
-    pub(super) fn delivered(&self, outcome: &'static str) {
+    pub(super) fn delivered(&self, outcome: &'static str, took: Duration) {
         self.deliveries.get_or_create(&OutcomeLabel { outcome }).inc();
+        if outcome != ABSENT {
+            self.delivery_seconds.observe(took.as_secs_f64());
+        }
     }
 
     pub(super) fn ticked(&self, died: usize, dropped: usize) {

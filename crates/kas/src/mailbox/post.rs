@@ -26,7 +26,10 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{convert, metrics::MailboxMetrics};
+use super::{
+    convert,
+    metrics::{ABSENT, MailboxMetrics},
+};
 use crate::sync::ask;
 
 const EXCHANGE: &str = "/kas.internal.v1.Mailbox/Exchange";
@@ -386,14 +389,15 @@ impl Post {
     ) {
         let (id, agent, hook) =
             (delivery.message.id, delivery.message.agent, Arc::clone(&delivery.message.hook));
+        let begun = Instant::now();
         let sent = deliver.deliver(delivery, hooks).await;
         let (word, outcome) = match &sent {
             Sent::Done => ("done", Outcome::Done),
             Sent::Again(why) => ("again", Outcome::Again(why)),
             Sent::Dead(why) => ("dead", Outcome::Dead(why)),
-            Sent::Absent => ("absent", Outcome::Absent),
+            Sent::Absent => (ABSENT, Outcome::Absent),
         };
-        self.metrics.delivered(word);
+        self.metrics.delivered(word, begun.elapsed());
         if let Sent::Dead(why) = &sent {
             self.metrics.died();
             deliver.died(id, agent, &hook, Died::Refused);
