@@ -6,6 +6,7 @@ mod desk;
 mod listener;
 mod private;
 mod query;
+mod room;
 mod routes;
 mod secrets;
 mod verify;

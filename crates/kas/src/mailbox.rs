@@ -8,6 +8,8 @@ mod readers;
 
 #[cfg(feature = "fuzzing")]
 pub use self::convert::fuzz;
+#[cfg(test)]
+pub(crate) use self::metrics::REFUSALS;
 pub(crate) use self::{
     convert::{MAX_MESSAGE, MOST_HEADERS, batch, header_to_wire, headers, id, id_to_wire, replies},
     metrics::MailboxMetrics,

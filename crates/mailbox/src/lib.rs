@@ -14,6 +14,8 @@
 //! Each change of a message raises its version, and the higher version wins. A message that is over stays as
 //! a record without a body for 24 hours, so that a late copy does not bring it back and a sender that repeats
 //! it is recognized.
+//!
+//! Before all that, a hook takes its place in a [`Room`] while it is read and verified.
 
 mod definitions;
 mod deliver;
@@ -24,6 +26,7 @@ mod home;
 mod limits;
 mod list;
 mod peer;
+mod room;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -37,6 +40,7 @@ pub use self::{
     home::Member,
     limits::Limits,
     list::{Listed, Totals},
+    room::{Room, Taken},
     state::{Accepted, Copies, Late, Mailbox, NewHook, Refused},
     time::Time,
 };

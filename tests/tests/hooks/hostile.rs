@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use futures_util::future::join_all;
 use tokio::io::{AsyncWriteExt as _, BufReader};
 
-use crate::setup::{AGENT, KEY, Setup, answer, signature};
+use crate::setup::{AGENT, KEY, Setup, answer, push_over, signature};
 
 #[tokio::test]
 async fn nobody_learns_why_a_hook_is_refused() -> Result<()> {
@@ -90,6 +90,50 @@ async fn slow_and_many_senders_hold_up_nobody() -> Result<()> {
         let told = tokio::time::timeout(Duration::from_secs(30), answer(&mut stream)).await;
         let told = told.context("a slow sender is still served")?;
         ensure!(told.as_ref().map_or(true, |told| told.status() == 408), "{told:?}");
+    }
+    Ok(())
+}
+
+/// Returns what a connection of HTTP/2 sends that begins a hundred hooks, and none of their bodies.
+fn hundred_without_bodies() -> Vec<u8> {
+    let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
+        let mut frame = (payload.len() as u32).to_be_bytes()[1..].to_vec();
+        frame.extend([kind, flags]);
+        frame.extend(stream.to_be_bytes());
+        frame.extend(payload);
+        frame
+    };
+    let path = format!("/hooks/v1/{AGENT}/push");
+    // `:method: POST`, `:scheme: http`, `:path`, `:authority`.
+    let mut head = vec![0x83, 0x86, 0x04, path.len() as u8];
+    head.extend(path.bytes());
+    head.extend([0x01, 1, b'k']);
+    let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    sent.extend(frame(4, 0, 0, &[]));
+    for n in 0..100 {
+        sent.extend(frame(1, 4, 1 + 2 * n, &head));
+    }
+    sent
+}
+
+#[tokio::test]
+async fn hooks_without_bodies_keep_no_other_out() -> Result<()> {
+    let it = Setup::start(1).await?;
+    let hundred = hundred_without_bodies();
+    let mut flood = Vec::new();
+    // A few more than have room.
+    for _ in 0..170 {
+        let mut stream = it.open_from_elsewhere(0).await?;
+        stream.write_all(&hundred).await?;
+        flood.push(stream);
+    }
+    let refused = "kas_mailbox_refused_total{reason=\"room\"}";
+    testkit::kas::metric_is_at_least(it.mesh.observability(0), refused, 1.0).await?;
+    // Whoever sends right ones is served, also from the same address.
+    for n in 0..4 {
+        it.push(0, "push", &format!("b-{n}"), &"b".repeat(100 << 10)).await?.id()?;
+        let stream = it.open_from_elsewhere(0).await?;
+        push_over(stream, "push", &format!("s-{n}"), "s").await?.id()?;
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use testkit::{
 };
 use tokio::{
     io::{AsyncWriteExt as _, BufReader},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::{Instant, sleep},
 };
 
@@ -212,7 +212,7 @@ impl Setup {
         headers: &[(&str, &str)],
         body: &str,
     ) -> Result<Told> {
-        send(self.listen(n), path, headers, body).await
+        send(self.open(n).await?, path, headers, body).await
     }
 
     /// Sends a hook as GitHub does.
@@ -223,6 +223,13 @@ impl Setup {
     /// Opens a connection to the listener of a replica.
     pub(crate) async fn open(&self, n: usize) -> Result<TcpStream> {
         Ok(TcpStream::connect(self.listen(n)).await?)
+    }
+
+    /// Opens a connection to the listener of a replica from another address than the others have.
+    pub(crate) async fn open_from_elsewhere(&self, n: usize) -> Result<TcpStream> {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind(SocketAddr::from(([127, 0, 0, 66], 0)))?;
+        Ok(socket.connect(self.listen(n)).await?)
     }
 }
 
@@ -239,6 +246,11 @@ fn key_hash(text: &str) -> String {
 
 /// Sends a hook as GitHub does.
 pub(crate) async fn push(address: SocketAddr, hook: &str, delivery: &str, body: &str) -> Result<Told> {
+    push_over(TcpStream::connect(address).await?, hook, delivery, body).await
+}
+
+/// Sends a hook as GitHub does, over a connection.
+pub(crate) async fn push_over(stream: TcpStream, hook: &str, delivery: &str, body: &str) -> Result<Told> {
     let signature = signature(body);
     let headers = [
         ("content-type", "application/json"),
@@ -247,11 +259,11 @@ pub(crate) async fn push(address: SocketAddr, hook: &str, delivery: &str, body: 
         ("x-github-delivery", delivery),
         ("x-hub-signature-256", &signature),
     ];
-    send(address, &format!("/hooks/v1/{AGENT}/{hook}"), &headers, body).await
+    send(stream, &format!("/hooks/v1/{AGENT}/{hook}"), &headers, body).await
 }
 
-async fn send(address: SocketAddr, path: &str, headers: &[(&str, &str)], body: &str) -> Result<Told> {
-    let mut stream = BufReader::new(TcpStream::connect(address).await?);
+async fn send(stream: TcpStream, path: &str, headers: &[(&str, &str)], body: &str) -> Result<Told> {
+    let mut stream = BufReader::new(stream);
     let mut request = format!("POST {path} HTTP/1.1\r\nHost: kas\r\nContent-Length: {}\r\n", body.len());
     for (name, value) in headers {
         request.push_str(&format!("{name}: {value}\r\n"));

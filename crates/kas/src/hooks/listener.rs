@@ -13,13 +13,11 @@ use mailbox::{Header, MessageId};
 use net::http::{Answer, AuthState, Body, Connection, GoAway, Refusal, Service, StreamSlot, Trust};
 use observe::refusals::{ListenerName, Refusals};
 use proto::kas::internal::v1::{AcceptRequest, AcceptResponse, accept_response::Outcome};
-use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
-    time::timeout,
-};
+use tokio::time::timeout;
 
 use super::{
     desk::{Arrived, Desk, Told},
+    room::{self, NoRoom, Rooms},
     routes::{Auth, Route},
     verify,
 };
@@ -29,10 +27,6 @@ use crate::{
 };
 
 const ACCEPT: &str = "/kas.internal.v1.Mailbox/Accept";
-/// Bytes of all hooks that are read and answered at once, in KiB: as many as a replica keeps.
-const AT_ONCE_KIB: usize = 64 << 10;
-/// What a hook counts for beside its body.
-const HOOK_KIB: u32 = 4;
 /// How long a body may take.
 const BODY: Duration = Duration::from_secs(10);
 /// How long another replica may take: 5 s for the second copy, and some for the way.
@@ -52,7 +46,7 @@ pub(crate) struct HookListener {
     desk: Arc<Desk>,
     refusals: Arc<Refusals>,
     attempts: Attempts,
-    room: Arc<Semaphore>,
+    rooms: Arc<Rooms>,
 }
 
 impl std::fmt::Debug for HookListener {
@@ -63,36 +57,56 @@ impl std::fmt::Debug for HookListener {
 
 impl HookListener {
     pub(crate) fn new(desk: Arc<Desk>, refusals: Arc<Refusals>, attempts: Attempts) -> Arc<Self> {
-        Arc::new(Self { desk, refusals, attempts, room: Arc::new(Semaphore::new(AT_ONCE_KIB)) })
+        Arc::new(Self { desk, refusals, attempts, rooms: Rooms::new() })
     }
 
     /// Reads a hook and asks the home of its agent.
     async fn serve(&self, request: Request<Incoming>, peer: Option<SocketAddr>) -> Result<Told, Refused> {
         let place = Place::of(request.method(), request.uri())?;
-        let mut room = Room::new(&self.room)?;
         let (head, body) = request.into_parts();
         let headers = kept(&head.headers)?;
-        let body = timeout(BODY, read(body, self.desk.largest, &mut room)).await;
+        drop(head);
+        let bytes: usize = headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let room = self.rooms.enter(peer.map(|peer| peer.ip()), bytes)?;
+        let body = tokio::select! {
+            biased;
+            () = room.lost() => return Err(Refused::Busy),
+            read = timeout(BODY, read(body, self.desk.largest, bytes, &room)) => read,
+        };
         let body = body.map_err(|_| Refused::Slow)??;
         let Place { agent, hook, key, auth } = place;
         match auth {
-            // The home verifies it.
+            // The home verifies it. Even if that is this replica, nothing is refused before the body was
+            // read: the time of the answer would tell which hooks there are, and how they are verified.
             Auth::OfHook => {}
         }
-        Ok(self.ask(Arrived { id: MessageId(rand::random()), agent, hook, headers, body, key, peer }).await)
+        let arrived = Arrived { id: MessageId(rand::random()), agent, hook, headers, body, key, peer };
+        let told = tokio::select! {
+            biased;
+            () = room.lost() => return Err(Refused::Busy),
+            told = self.ask(arrived, &room) => told,
+        };
+        if matches!(told, Told::Accepted { .. } | Told::TooFast) {
+            room.is_verified();
+        }
+        Ok(told)
     }
 
-    /// Asks the home of the agent; the next ones, if it does not answer.
-    async fn ask(&self, arrived: Arrived) -> Told {
+    /// Asks the home of the agent; the next ones, if it does not answer. From then on, the hook makes way for
+    /// no other: the home may have it.
+    async fn ask(&self, arrived: Arrived, room: &room::Place) -> Told {
         let mut order = self.desk.post.order(arrived.agent);
         order.truncate(ASKED);
         let mut request = None;
         for replica in order {
             let told = if replica == *self.desk.post.me() {
+                if room.stay().is_err() {
+                    return self.no_room();
+                }
                 self.desk.accept(arrived.clone()).await
             } else {
                 let request = request.get_or_insert_with(|| to_wire(&arrived));
-                self.elsewhere(&replica, Bytes::clone(request)).await
+                self.elsewhere(&replica, Bytes::clone(request), room).await
             };
             if told != Told::NotReady {
                 return told;
@@ -102,8 +116,17 @@ impl HookListener {
         Told::Busy("no replica keeps hooks at the moment".to_owned())
     }
 
-    async fn elsewhere(&self, replica: &ids::ReplicaId, request: Bytes) -> Told {
+    /// It has made way just now.
+    fn no_room(&self) -> Told {
+        self.desk.metrics.refused(Refused::Busy.reason());
+        Told::Busy("too many hooks come at once".to_owned())
+    }
+
+    async fn elsewhere(&self, replica: &ids::ReplicaId, request: Bytes, room: &room::Place) -> Told {
         let Some((peers, replica)) = self.desk.post.peer(replica) else { return Told::NotReady };
+        if room.stay().is_err() {
+            return self.no_room();
+        }
         let answer = match timeout(ANSWER, ask::<AcceptResponse>(&peers, &replica, ACCEPT, request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(status)) => {
@@ -137,35 +160,13 @@ fn to_wire(arrived: &Arrived) -> Bytes {
     })
 }
 
-/// The room in memory that a hook takes, until it is answered. A sender that is slow takes no more than what
-/// it has sent, so it does not keep others out.
-struct Room {
-    all: Arc<Semaphore>,
-    taken: OwnedSemaphorePermit,
-}
-
-impl Room {
-    /// Takes the room for a hook without its body.
-    fn new(all: &Arc<Semaphore>) -> Result<Self, Refused> {
-        let taken = Arc::clone(all).try_acquire_many_owned(HOOK_KIB).map_err(|_| Refused::Busy)?;
-        Ok(Self { all: Arc::clone(all), taken })
-    }
-
-    /// Takes more, if a body has so many bytes.
-    fn holds(&mut self, bytes: usize) -> Result<(), Refused> {
-        let wanted = bytes.div_ceil(1 << 10) + HOOK_KIB as usize;
-        let more = u32::try_from(wanted.saturating_sub(self.taken.num_permits())).unwrap_or(u32::MAX);
-        let more = Arc::clone(&self.all).try_acquire_many_owned(more).map_err(|_| Refused::Busy)?;
-        self.taken.merge(more);
-        Ok(())
-    }
-}
-
-/// Reads a body of at most `largest` bytes.
+/// Reads a body of at most `largest` bytes, of a hook with so many bytes of headers. What has come takes
+/// room, and no more than that.
 async fn read<B: HttpBody<Data = Bytes> + Unpin>(
     mut body: B,
     largest: usize,
-    room: &mut Room,
+    headers: usize,
+    room: &room::Place,
 ) -> Result<Bytes, Refused> {
     if body.size_hint().lower() > largest as u64 {
         return Err(Refused::TooLarge);
@@ -176,7 +177,7 @@ async fn read<B: HttpBody<Data = Bytes> + Unpin>(
         if content.len() + data.len() > largest {
             return Err(Refused::TooLarge);
         }
-        room.holds(content.len() + data.len())?;
+        room.holds(headers + content.len() + data.len())?;
         content.extend_from_slice(&data);
     }
     Ok(content.freeze())
@@ -194,7 +195,22 @@ enum Refused {
     Busy,
 }
 
+impl From<NoRoom> for Refused {
+    fn from(_: NoRoom) -> Self {
+        Self::Busy
+    }
+}
+
 impl Refused {
+    /// Returns the reason for the metric.
+    fn reason(self) -> &'static str {
+        match self {
+            Self::NotFound | Self::Method | Self::Headers | Self::TooLarge | Self::Broken => "malformed",
+            Self::Slow => "slow",
+            Self::Busy => "room",
+        }
+    }
+
     fn response(self) -> (StatusCode, &'static str) {
         match self {
             Self::NotFound => (StatusCode::NOT_FOUND, "the path is /hooks/v1/AGENT/HOOK\n"),
@@ -273,6 +289,9 @@ impl Connection for Sender {
     fn call(self: Arc<Self>, request: Request<Incoming>, _slot: &StreamSlot) -> Answer {
         Box::pin(async move {
             let told = self.listener.serve(request, self.peer).await;
+            if let Err(refused) = &told {
+                self.listener.desk.metrics.refused(refused.reason());
+            }
             match &told {
                 Ok(Told::Accepted { .. } | Told::TooFast) => {
                     self.trust.passed();
@@ -381,26 +400,33 @@ mod tests {
 
     #[tokio::test]
     async fn a_slow_body_takes_the_room_of_what_has_come() {
-        let all = Arc::new(Semaphore::new(20));
-        let mut slow = Room::new(&all).unwrap();
+        let rooms = Rooms::new();
+        let enter = || rooms.enter(None, 10).unwrap();
+        let slow = enter();
         let parts = futures_util::stream::iter([Ok::<_, grpc::BoxError>(http_body::Frame::data(
             Bytes::from(vec![0; 3_000]),
         ))]);
         let parts = futures_util::StreamExt::chain(parts, futures_util::stream::pending());
-        let reading = read(grpc::boxed(http_body_util::StreamBody::new(parts)), 1 << 20, &mut slow);
+        let reading = read(grpc::boxed(http_body_util::StreamBody::new(parts)), 1 << 20, 10, &slow);
         assert!(futures_util::FutureExt::now_or_never(reading).is_none(), "it waits for the rest");
-        assert_eq!(all.available_permits(), 20 - 4 - 3);
-        // Others go on beside it, up to what is left.
-        let mut room = Room::new(&all).unwrap();
+        assert_eq!(rooms.taken(), 3_010 + room::HOOK);
+        // Others go on beside it.
+        let room = enter();
         let whole = |bytes: usize| http_body_util::Full::new(Bytes::from(vec![1; bytes]));
-        assert_eq!(read(whole(9 << 10), 1 << 20, &mut room).await.map(|body| body.len()), Ok(9 << 10));
-        assert_eq!((all.available_permits(), Room::new(&all).err()), (0, Some(Refused::Busy)));
+        assert_eq!(read(whole(9_000), 1 << 20, 10, &room).await.map(|body| body.len()), Ok(9_000));
+        assert_eq!(rooms.taken(), 3_010 + 9_010 + 2 * room::HOOK);
         drop(room);
-        let mut room = Room::new(&all).unwrap();
-        assert_eq!(read(whole(10 << 10), 1 << 20, &mut room).await, Err(Refused::Busy));
-        assert_eq!(read(whole(5_001), 5_000, &mut room).await, Err(Refused::TooLarge));
-        drop((room, slow));
-        assert_eq!(all.available_permits(), 20);
+        assert_eq!(read(whole(5_001), 5_000, 10, &enter()).await, Err(Refused::TooLarge));
+        drop(slow);
+        assert_eq!(rooms.taken(), 0);
+    }
+
+    #[test]
+    fn every_refusal_has_a_reason_that_the_metric_declares() {
+        use Refused::{Broken, Busy, Headers, Method, NotFound, Slow, TooLarge};
+        for refused in [NotFound, Method, Headers, TooLarge, Slow, Broken, Busy] {
+            assert!(crate::mailbox::REFUSALS.contains(&refused.reason()), "{refused:?}");
+        }
     }
 
     #[test]

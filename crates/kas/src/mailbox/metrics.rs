@@ -27,6 +27,10 @@ struct OutcomeLabel {
     outcome: &'static str,
 }
 
+/// Why hooks are refused.
+pub(crate) const REFUSALS: [&str; 8] =
+    ["unauthenticated", "rate", "limit", "unknown", "unavailable", "room", "slow", "malformed"];
+
 /// Metrics of the mailbox. None has a label for the agent.
 #[derive(Debug)]
 pub(crate) struct MailboxMetrics {
@@ -122,7 +126,7 @@ impl MailboxMetrics {
             metrics.exchange_failures.clone(),
         );
         // Writing an idle family makes its series exist.
-        for reason in ["unauthenticated", "rate", "limit", "unknown", "unavailable"] {
+        for reason in REFUSALS {
             metrics.refused.get_or_create(&ReasonLabel { reason }).inc_by(0);
         }
         for copies in ["1", "2"] {
@@ -148,7 +152,7 @@ impl MailboxMetrics {
         self.accept_seconds.observe(took.as_secs_f64());
     }
 
-    /// `reason`: `unauthenticated`, `limit`, `rate`, `unknown` or `unavailable`.
+    /// `reason`: one of [`REFUSALS`].
     pub(crate) fn refused(&self, reason: &'static str) {
         self.refused.get_or_create(&ReasonLabel { reason }).inc();
     }
