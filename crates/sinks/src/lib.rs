@@ -4,10 +4,12 @@
 //! * [`News`] is one item, and [`Record`] its form: a CloudEvent.
 //! * [`kubernetes`] reads events from lists and watches of an API server.
 //! * [`Presence`] and [`Outcomes`] tell what is news from what is only true.
-//! * [`Queue`] keeps what a sink has not taken yet, and tells it what was dropped.
+//! * [`Queue`] keeps what a sink has not taken yet, and tells it what was dropped. [`Health`] says whether it
+//!   takes anything.
 //! * [`Pace`] and [`pause`] say when something is sent, [`Allowed`] where to.
 
 mod address;
+mod health;
 pub mod kubernetes;
 mod news;
 mod outcomes;
@@ -17,6 +19,7 @@ mod queue;
 
 pub use self::{
     address::{Allowed, InvalidNetwork, Network, Refused},
+    health::Health,
     news::{About, Kind, News, Record},
     outcomes::{Outcome, Outcomes},
     pace::{Pace, pause},

@@ -27,6 +27,8 @@ pub struct Entry<T> {
     number: u64,
     since: Duration,
     failures: u32,
+    /// See [`Verdict::Refused`].
+    is_refused: bool,
 }
 
 /// Items that were dropped, which the sink is to be told.
@@ -52,6 +54,8 @@ pub enum Verdict {
     Done,
     /// It was not. The number is random, from 0 to 1.
     Again(f64),
+    /// As [`Verdict::Again`], by a sink that may take others: nothing waits until this one is taken.
+    Refused(f64),
 }
 
 /// Items that were dropped by a call.
@@ -76,6 +80,8 @@ pub struct Queue<T> {
     /// When those are due, by their numbers: the oldest first.
     due: BTreeMap<u64, Duration>,
     bytes: usize,
+    /// Items that were refused, and their bytes.
+    refused: (usize, usize),
     next: u64,
     lost: u64,
     lost_failures: u32,
@@ -92,6 +98,7 @@ impl<T> Queue<T> {
             later: BTreeMap::new(),
             due: BTreeMap::new(),
             bytes: 0,
+            refused: (0, 0),
             next: 0,
             lost: 0,
             lost_failures: 0,
@@ -115,9 +122,11 @@ impl<T> Queue<T> {
         self.bytes
     }
 
-    /// Whether it is less than half full.
+    /// Whether it is less than half full. Items that were refused do not count: they may never be taken.
     pub fn has_room(&self) -> bool {
-        self.len() < self.limits.items.div_ceil(2) && self.bytes < self.limits.bytes.div_ceil(2)
+        let (items, bytes) = self.refused;
+        self.len().saturating_sub(items) < self.limits.items.div_ceil(2)
+            && self.bytes.saturating_sub(bytes) < self.limits.bytes.div_ceil(2)
     }
 
     /// Adds an item of so many bytes. One that is larger than all the room is dropped itself.
@@ -129,7 +138,7 @@ impl<T> Queue<T> {
         let number = self.next;
         self.next += 1;
         self.bytes += bytes;
-        self.ready.push_back(Entry { item, bytes, number, since: now, failures: 0 });
+        self.ready.push_back(Entry { item, bytes, number, since: now, failures: 0, is_refused: false });
         Pushed { full: self.trim(), expired: 0 }
     }
 
@@ -154,7 +163,12 @@ impl<T> Queue<T> {
 
     fn remove(&mut self, due: Duration, number: u64) -> Option<Entry<T>> {
         self.due.remove(&number);
-        self.later.remove(&(due, number))
+        let entry = self.later.remove(&(due, number))?;
+        if entry.is_refused {
+            let (items, bytes) = self.refused;
+            self.refused = (items.saturating_sub(1), bytes.saturating_sub(entry.bytes));
+        }
+        Some(entry)
     }
 
     /// Takes out at most so many that are due: first the record of what was dropped, then items that were
@@ -182,14 +196,18 @@ impl<T> Queue<T> {
     pub fn settle(&mut self, taken: Taken<T>, verdict: Verdict, now: Duration) -> Pushed {
         match (taken, verdict) {
             (Taken::Item(_), Verdict::Done) => Pushed::default(),
-            (Taken::Item(entry), Verdict::Again(_)) if now.saturating_sub(entry.since) >= self.limits.age => {
+            (Taken::Item(entry), _) if now.saturating_sub(entry.since) >= self.limits.age => {
                 self.lost = self.lost.saturating_add(1);
                 Pushed { full: 0, expired: 1 }
             }
-            (Taken::Item(mut entry), Verdict::Again(random)) => {
+            (Taken::Item(mut entry), Verdict::Again(random) | Verdict::Refused(random)) => {
                 entry.failures = entry.failures.saturating_add(1);
                 let due = now + pause(entry.failures, random);
                 self.bytes += entry.bytes;
+                entry.is_refused = matches!(verdict, Verdict::Refused(_));
+                if entry.is_refused {
+                    self.refused = (self.refused.0 + 1, self.refused.1 + entry.bytes);
+                }
                 self.due.insert(entry.number, due);
                 self.later.insert((due, entry.number), entry);
                 Pushed { full: self.trim(), expired: 0 }
@@ -198,7 +216,7 @@ impl<T> Queue<T> {
                 (self.is_telling, self.lost_failures) = (false, 0);
                 Pushed::default()
             }
-            (Taken::Lost(Lost { items }), Verdict::Again(random)) => {
+            (Taken::Lost(Lost { items }), Verdict::Again(random) | Verdict::Refused(random)) => {
                 self.is_telling = false;
                 self.lost = self.lost.saturating_add(items);
                 self.lost_failures = self.lost_failures.saturating_add(1);
@@ -300,6 +318,40 @@ mod tests {
             assert_eq!(queue.push(n, 1, due).full, u64::from(n == 11));
         }
         assert_eq!(items(&queue.take(due + Duration::from_secs(60), 100)), (2..12).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_a_sink_refuses_makes_way_for_the_rest() {
+        let mut queue = queue(10, 1_000);
+        for n in 0..8 {
+            queue.push(n, 10, NOW);
+        }
+        let taken = queue.take(NOW, 10);
+        for (at, taken) in taken.into_iter().enumerate() {
+            let verdict = if at < 6 { Verdict::Refused(1.0) } else { Verdict::Again(1.0) };
+            queue.settle(taken, verdict, NOW);
+        }
+        assert_eq!((queue.len(), queue.bytes()), (8, 80));
+        assert!(queue.has_room(), "others need not wait for what is refused");
+        for n in 8..11 {
+            assert!(queue.has_room());
+            queue.push(n, 10, NOW);
+        }
+        assert!(!queue.has_room(), "but for what it may take");
+        assert_eq!(queue.len(), 10, "the oldest was dropped");
+        // Once it is tried again, it counts by what comes of that.
+        let later = NOW + Duration::from_secs(1);
+        let taken = queue.take(later, 100);
+        assert_eq!((taken.len(), queue.refused, queue.bytes()), (11, (0, 0), 0));
+        for taken in taken {
+            queue.settle(taken, Verdict::Refused(1.0), later);
+        }
+        assert!(queue.has_room() && queue.refused == (10, 100));
+        let hour = later + Duration::from_secs(3_600);
+        let taken = queue.take(hour, 100);
+        let expired: u64 =
+            taken.into_iter().map(|it| queue.settle(it, Verdict::Refused(1.0), hour).expired).sum();
+        assert_eq!((expired, queue.len(), queue.refused), (10, 0, (0, 0)));
     }
 
     #[test]

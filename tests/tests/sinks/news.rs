@@ -8,7 +8,7 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use testkit::{kas::eventually, process::soon, raw_agent::Kind, redis::Redis};
 
-use crate::setup::{AGENT, PROJECT, Setup, name};
+use crate::setup::{AGENT, PROJECT, Receiver, Setup, name};
 
 #[tokio::test]
 async fn news_reaches_each_kind_of_sink() -> Result<()> {
@@ -162,5 +162,36 @@ async fn a_full_buffer_is_counted_and_told() -> Result<()> {
     // It works again.
     it.happen([EVENTS]).await?;
     it.receiver.got("a later event", |event| name(event) == format!("e-{EVENTS}")).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_sink_that_refuses_everything_holds_up_no_other() -> Result<()> {
+    const EVENTS: usize = 40;
+    let bad = Receiver::start().await?;
+    bad.answer(404);
+    let it = Setup::start(1, json!({}), |receiver| {
+        json!([
+            { "name": "bad", "agents": "all", "news": ["events"], "buffer": { "items": 10 },
+              "webhook": { "url": format!("http://{}", bad.address) } },
+            { "name": "good", "agents": "all", "news": ["events"],
+              "webhook": { "url": format!("http://{receiver}") } },
+        ])
+    })
+    .await?;
+    it.happen(0..EVENTS / 2).await?;
+    it.happen(EVENTS / 2..EVENTS).await?;
+    let all: BTreeSet<String> = (0..EVENTS).map(|n| format!("e-{n}")).collect();
+    eventually("the good one gets all", async || {
+        let got: BTreeSet<String> = it.receiver.of("kas.kubernetes.event").iter().map(name).collect();
+        Ok(if got.is_superset(&all) { Ok(()) } else { Err(all.difference(&got).count()) })
+    })
+    .await?;
+    let dropped = |sink: &str| format!("kas_sink_dropped_total{{sink=\"{sink}\",reason=\"full\"}}");
+    it.metric_is_at_least(0, &dropped("bad"), (EVENTS - 20) as f64).await?;
+    assert_eq!(it.metric(0, &dropped("good")).await?, 0.0);
+    // It is told what it missed.
+    bad.answer(204);
+    bad.got("what was dropped", |event| event["type"] == "kas.sink.dropped").await?;
     Ok(())
 }

@@ -183,7 +183,7 @@ impl Sinks {
     }
 
     /// Waits while the queue of a sink is half full that wants such news, and takes some: the API server
-    /// keeps its events meanwhile.
+    /// keeps its events meanwhile. Nobody waits for a sink that takes nothing, nor for what one has refused.
     ///
     /// # Cancel safety
     /// Cancel safe.

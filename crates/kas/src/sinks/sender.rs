@@ -6,7 +6,7 @@ use std::{
 };
 
 use kas_config::RedisPasswords;
-use sinks::{Pace, Record, Taken, Verdict, pause};
+use sinks::{Health, Pace, Record, Taken, Verdict, pause};
 use tokio::{sync::watch, time::Instant};
 
 use super::{
@@ -59,7 +59,7 @@ impl Sender {
         let Self { sinks, waiting, target, live } = self;
         let name = waiting.config.name.as_str();
         let mut pace = Pace::new(RATE);
-        let mut failures = 0_u32;
+        let mut health = Health::default();
         let mut warned: Option<Instant> = None;
         loop {
             let wake = waiting.wake.notified();
@@ -94,14 +94,16 @@ impl Sender {
             }
             let records: Vec<_> = taken.iter().map(|taken| record(taken, name)).collect();
             let sent = target.send(&records).await;
-            let reached = sent.iter().any(|it| !matches!(it, Sent::Again { is_reached: false, .. }));
+            health.note(
+                sent.contains(&Sent::Done),
+                sent.iter().any(|it| !matches!(it, Sent::Again { is_reached: false, .. })),
+            );
             let why = sent.iter().find_map(|it| match it {
                 Sent::Again { why, .. } => Some(why.clone()),
                 Sent::Done => None,
             });
             settle(&sinks, &waiting, taken, &sent);
-            failures = if reached { 0 } else { failures.saturating_add(1) };
-            waiting.is_failing.store(failures > 0, Ordering::Relaxed);
+            waiting.is_failing.store(health.is_failing(), Ordering::Relaxed);
             match why {
                 Some(why) if warned.is_none_or(|warned| warned.elapsed() >= WARN_INTERVAL) => {
                     warned = Some(Instant::now());
@@ -113,8 +115,8 @@ impl Sender {
                 }
                 _ => {}
             }
-            if failures > 0 {
-                tokio::time::sleep(pause(failures, rand::random())).await;
+            if health.unreached() > 0 {
+                tokio::time::sleep(pause(health.unreached(), rand::random())).await;
             }
         }
     }
@@ -138,8 +140,12 @@ fn settle(sinks: &Sinks, waiting: &Waiting, taken: Vec<Taken<Arc<Record>>>, sent
     let (mut done, mut failed) = (0, 0);
     let mut queue = waiting.queue.lock();
     for (at, taken) in taken.into_iter().enumerate() {
-        let is_done = sent.get(at) == Some(&Sent::Done);
-        let verdict = if is_done { Verdict::Done } else { Verdict::Again(rand::random()) };
+        let verdict = match sent.get(at) {
+            Some(Sent::Done) => Verdict::Done,
+            Some(Sent::Again { is_reached: true, .. }) => Verdict::Refused(rand::random()),
+            Some(Sent::Again { is_reached: false, .. }) | None => Verdict::Again(rand::random()),
+        };
+        let is_done = verdict == Verdict::Done;
         done += u64::from(is_done);
         failed += u64::from(!is_done);
         let dropped = queue.settle(taken, verdict, now);
