@@ -3,7 +3,8 @@
 //!
 //! * [`News`] is one item, and [`Record`] its form: a CloudEvent.
 //! * [`kubernetes`] reads events from lists and watches of an API server.
-//! * [`Presence`] and [`Outcomes`] tell what is news from what is only true.
+//! * [`Presence`] and [`Outcomes`] tell what is news from what is only true, [`Tellers`] which replica says
+//!   so.
 //! * [`Queue`] keeps what a sink has not taken yet, and tells it what was dropped. [`Health`] says whether it
 //!   takes anything.
 //! * [`Pace`] and [`pause`] say when something is sent, [`Allowed`] where to.
@@ -16,6 +17,7 @@ mod outcomes;
 mod pace;
 mod presence;
 mod queue;
+mod tellers;
 
 pub use self::{
     address::{Allowed, InvalidNetwork, Network, Refused},
@@ -25,4 +27,5 @@ pub use self::{
     pace::{Pace, pause},
     presence::{Change, Presence},
     queue::{Entry, Limits, Lost, Pushed, Queue, Taken, Verdict},
+    tellers::Tellers,
 };

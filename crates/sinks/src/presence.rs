@@ -7,8 +7,8 @@ use ids::AgentId;
 /// An agent that is away for less than this has only reconnected.
 const GRACE: Duration = Duration::from_secs(5);
 /// A replica that becomes the home of an agent tells what it saw within this time: the home before may have
-/// died before it did.
-const RECENT: Duration = Duration::from_secs(60);
+/// died before it did. See also [`Tellers`](crate::Tellers).
+pub(crate) const RECENT: Duration = Duration::from_secs(60);
 
 /// An agent that came or left.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ struct State<T> {
     changed: Duration,
 }
 
-/// Which agents are connected, as a replica sees it. It also sees those whose home is elsewhere, and tells of
-/// those whose home it is. `T` is what is known of an agent.
+/// Which agents are connected, as a replica sees it. It also sees those of which other replicas tell. `T` is
+/// what is known of an agent.
 #[derive(Debug)]
 pub struct Presence<T> {
     agents: HashMap<AgentId, State<T>>,
@@ -46,12 +46,13 @@ impl<T> Default for Presence<T> {
 }
 
 impl<T: Clone> Presence<T> {
-    /// Notes the connected agents. `is_complete`: no other agent is. Returns the news.
+    /// Notes the connected agents. `is_complete`: no other agent is. `tells`: whether this replica tells of
+    /// an agent. Returns the news.
     pub fn observe(
         &mut self,
         connected: impl IntoIterator<Item = (AgentId, T)>,
         is_complete: bool,
-        is_home: impl Fn(AgentId) -> bool,
+        tells: impl Fn(AgentId) -> bool,
         now: Duration,
     ) -> Vec<Change<T>> {
         let connected: HashMap<AgentId, T> = connected.into_iter().collect();
@@ -83,7 +84,7 @@ impl<T: Clone> Presence<T> {
                 }
             }
             if let Some(since) = state.untold {
-                if is_home(id) {
+                if tells(id) {
                     state.untold = None;
                     changes
                         .push((id, Change { agent: state.agent.clone(), is_connected: state.is_connected }));

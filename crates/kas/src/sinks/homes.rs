@@ -1,5 +1,6 @@
-//! [`Homes`]: tells of the agents whose home is this replica: the one with the highest [`home_rank`] among
-//! those that are ready, as for hooks. Two homes tell twice, and none for a moment tells later.
+//! [`Homes`]: tells of the agents whose home is this replica: the one with the highest
+//! [`home_rank`](ids::home_rank) among those that are ready, as for hooks. Two homes tell twice, and none
+//! for a moment tells later. See [`Tellers`] for replicas that have just come.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -11,9 +12,9 @@ use std::{
 };
 
 use cluster::{Connected, Query, ReplicaHealth, ReplicaState, Tracker};
-use ids::{AgentId, ReplicaId, home_rank};
+use ids::{AgentId, ReplicaId};
 use serde_json::json;
-use sinks::{About, Kind, News, Presence};
+use sinks::{About, Kind, News, Presence, Tellers};
 use tokio::{
     sync::Semaphore,
     task::{AbortHandle, JoinHandle},
@@ -99,7 +100,7 @@ impl Homes {
         self.draining.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the replicas among which homes are chosen.
+    /// Returns the replicas that are ready.
     async fn members(&self) -> Vec<ReplicaId> {
         let draining = self.draining.load(Ordering::Relaxed);
         let known = self.parts.tracker.replicas().await.replicas;
@@ -107,13 +108,7 @@ impl Homes {
             let is_live = status.health.map_or(!draining, |health| health == ReplicaHealth::Live);
             is_live && status.state == ReplicaState::Ready
         });
-        let mut members: Vec<ReplicaId> = ready.map(|status| status.replica.id).collect();
-        members.sort_unstable();
-        members
-    }
-
-    fn is_home(&self, members: &[ReplicaId], agent: AgentId) -> bool {
-        members.iter().max_by_key(|id| home_rank(agent, id)) == Some(&self.parts.me)
+        ready.map(|status| status.replica.id).collect()
     }
 
     /// Looks and tells until dropped.
@@ -130,14 +125,12 @@ impl Homes {
         let mut changes = tracker.connection_changes();
         let mut presence = Presence::<Known>::default();
         let mut reading: HashMap<AgentId, Reading> = HashMap::new();
-        let mut members = Vec::new();
+        let mut tellers = Tellers::new(parts.me.clone());
         let mut list = Connected::default();
         let (mut listed, mut rest) = (None::<Instant>, LIST);
         let (mut labelled, mut arrived) = (labels.version(), Arrived::default());
         loop {
-            let now_members = self.members().await;
-            let mut is_new = now_members != members;
-            members = now_members;
+            let mut is_new = tellers.set(self.members().await, parts.sinks.now());
             let version = labels.version();
             is_new |= version != labelled;
             labelled = version;
@@ -157,8 +150,8 @@ impl Homes {
                 rest = (from.elapsed() * LIST_SHARE).clamp(LIST, LIST_LATEST);
             }
             if is_new {
-                self.agents(&mut presence, &mut arrived, &list, &members);
-                self.events(&mut reading, &list, &members);
+                self.agents(&mut presence, &mut arrived, &list, &tellers);
+                self.events(&mut reading, &list, &tellers);
             }
             reading.retain(|_, reading| !reading.task.is_finished());
             tokio::time::sleep(LOOK).await;
@@ -171,7 +164,7 @@ impl Homes {
         presence: &mut Presence<Known>,
         arrived: &mut Arrived,
         list: &Connected,
-        members: &[ReplicaId],
+        tellers: &Tellers,
     ) {
         let sinks = &self.parts.sinks;
         self.labelled(arrived);
@@ -180,7 +173,8 @@ impl Homes {
             known.entry(located.connection.agent).or_insert_with(|| (&*located.connection).into());
         }
         let is_complete = list.unanswered.iter().all(|missing| missing.given_up);
-        let changes = presence.observe(known, is_complete, |agent| self.is_home(members, agent), sinks.now());
+        let at = sinks.now();
+        let changes = presence.observe(known, is_complete, |agent| tellers.tells(agent, at), at);
         for change in changes {
             let agent = self.labels.add(change.agent);
             let about = if change.is_connected { About::AgentConnected } else { About::AgentDisconnected };
@@ -224,7 +218,7 @@ impl Homes {
     }
 
     /// Reads the events of the agents that sinks select and whose home is this replica.
-    fn events(&self, reading: &mut HashMap<AgentId, Reading>, list: &Connected, members: &[ReplicaId]) {
+    fn events(&self, reading: &mut HashMap<AgentId, Reading>, list: &Connected, tellers: &Tellers) {
         let HomesParts { sinks, sources, hub, tracker, .. } = &self.parts;
         let mut wanted: HashMap<AgentId, Known> = HashMap::new();
         let mut connected = HashSet::new();
@@ -237,7 +231,7 @@ impl Homes {
                 if !wanted.contains_key(&agent.id)
                     && !self.labels.are_awaited(agent.id)
                     && sinks.want_of(Kind::Events, &agent)
-                    && self.is_home(members, agent.id)
+                    && tellers.is_home(agent.id)
                 {
                     wanted.insert(agent.id, agent);
                 }
@@ -256,7 +250,7 @@ impl Homes {
             None => {
                 let away = *reading.away.get_or_insert_with(Instant::now);
                 // It may be connected to a replica that did not answer.
-                self.is_home(members, *id) && (!is_complete || away.elapsed() < AWAY)
+                tellers.is_home(*id) && (!is_complete || away.elapsed() < AWAY)
             }
         });
         for (id, agent) in wanted {
