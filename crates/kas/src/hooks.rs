@@ -4,6 +4,7 @@
 mod deliver;
 mod desk;
 mod listener;
+mod passing;
 mod private;
 mod query;
 mod room;

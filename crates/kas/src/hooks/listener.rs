@@ -17,6 +17,7 @@ use tokio::time::timeout;
 
 use super::{
     desk::{Arrived, Desk, Told},
+    passing::Passing,
     room::{self, NoRoom, Rooms},
     routes::{Auth, Route},
     verify,
@@ -47,6 +48,7 @@ pub(crate) struct HookListener {
     refusals: Arc<Refusals>,
     attempts: Attempts,
     rooms: Arc<Rooms>,
+    passing: Passing,
 }
 
 impl std::fmt::Debug for HookListener {
@@ -57,7 +59,7 @@ impl std::fmt::Debug for HookListener {
 
 impl HookListener {
     pub(crate) fn new(desk: Arc<Desk>, refusals: Arc<Refusals>, attempts: Attempts) -> Arc<Self> {
-        Arc::new(Self { desk, refusals, attempts, rooms: Rooms::new() })
+        Arc::new(Self { desk, refusals, attempts, rooms: Rooms::new(), passing: Passing::default() })
     }
 
     /// Reads a hook and asks the home of its agent.
@@ -124,6 +126,8 @@ impl HookListener {
 
     async fn elsewhere(&self, replica: &ids::ReplicaId, request: Bytes, room: &room::Place) -> Told {
         let Some((peers, replica)) = self.desk.post.peer(replica) else { return Told::NotReady };
+        let passing = self.passing.begin(&replica.id, room::HOOK + request.len());
+        let Ok(_passing) = timeout(ANSWER, passing).await else { return Told::NotReady };
         if room.stay().is_err() {
             return self.no_room();
         }
