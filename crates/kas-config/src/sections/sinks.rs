@@ -231,9 +231,8 @@ fn webhook(s: &mut Section<'_, '_>) -> Option<Webhook> {
         is_http && authority.is_some_and(|it| !it.host().is_empty()) && !text.contains('#')
     });
     match &url {
-        // It may have a password.
-        None if text.contains('@') => s.refuse_as("url", "something with an `@` (not shown)", expected),
-        None => s.refuse("url", expected),
+        // It may have a password, and with many services the path is a secret.
+        None => s.refuse_as("url", "something else (not shown, because it may be a secret)", expected),
         Some(url) if url.scheme_str() == Some("http") => {
             let text = "uses http: news, and the token if there is one, travel in plain text; use https beyond this host";
             s.warn("url", text);
