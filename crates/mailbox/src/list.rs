@@ -2,7 +2,7 @@
 
 use ids::AgentId;
 
-use crate::{Mailbox, Message, Time};
+use crate::{Mailbox, Message, State, Time, entry::There};
 
 /// A message that waits or is a dead letter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +51,13 @@ impl Mailbox {
             oldest: self.waiting.first().map_or(0, |(accepted, _)| now.since(*accepted).as_secs()),
             foreign: self.foreign(),
         }
+    }
+
+    /// Counts what waits or is dead, and is at no other replica, as far as this one knows. A message that
+    /// another holder has is not lost if this replica stops, even while it is being delivered here.
+    pub fn only_here(&self) -> usize {
+        let kept = self.entries.values().filter(|entry| entry.message.state != State::Over);
+        kept.filter(|entry| entry.targets.iter().all(|target| target.there != There::Held)).count()
     }
 
     /// Counts what waits or is dead, and is not handed over yet.

@@ -121,6 +121,25 @@ fn whoever_does_not_belong_hands_over_and_forgets() {
 }
 
 #[test]
+fn what_is_delivered_while_its_home_leaves_is_not_lost_if_another_holder_has_it() {
+    let mut all = three();
+    let order = all[0].order(agent(7));
+    let home = index_of(&all, &order[0]);
+    all[home].set_present(agent(7), true);
+    let id = all[home].accept(hook(1, 7, None), NOW).unwrap().id;
+    all[home].set_present(agent(7), true);
+    assert_eq!(all[home].next_delivery(NOW).unwrap().message.id, id);
+    assert_eq!(all[home].only_here(), 1, "nobody else has it yet");
+    let left: Vec<&str> = order[1..].iter().map(ReplicaId::as_str).collect();
+    for mailbox in &mut all {
+        mailbox.set_members(members(&left), NOW);
+    }
+    settle(&mut all, NOW);
+    let mailbox = &all[home];
+    assert_eq!((mailbox.totals(NOW).waiting, mailbox.only_here()), (1, 0), "its receiver takes long");
+}
+
+#[test]
 fn the_last_replica_keeps_what_it_has_when_it_leaves() {
     let mut mailbox = alone();
     let id = mailbox.accept(hook(1, 7, None), NOW).unwrap().id;
@@ -128,6 +147,7 @@ fn the_last_replica_keeps_what_it_has_when_it_leaves() {
     mailbox.set_members(Vec::new(), NOW);
     assert!(mailbox.next_exchange(NOW).is_none());
     assert!(mailbox.entries.contains_key(&id));
+    assert_eq!(mailbox.only_here(), 1);
 }
 
 #[test]

@@ -249,10 +249,13 @@ impl Post {
             tokio::time::sleep(HAND_OVER_LOOK).await;
             left = self.left();
         }
-        if left > 0 {
-            self.metrics.lost(left);
+        // One that is still being delivered here is not lost if another replica has it: that one delivers it
+        // again.
+        let lost = self.mailbox.lock().only_here();
+        if lost > 0 {
+            self.metrics.lost(lost);
             tracing::warn!(
-                hooks = left,
+                hooks = lost,
                 "hooks that were not delivered yet are lost: no other replica has taken them from this one, which stops"
             );
         }
