@@ -31,7 +31,7 @@ pub fn view_answers(bytes: &[u8]) {
                 assert!(store.row(&key).is_some());
             }
             Ok(Some(Event::Deleted(namespace, name, _))) => {
-                let key = Key { namespace: namespace.into(), name: name.into() };
+                let key = Key::new(&namespace, &name);
                 store.remove(&key, &versions);
                 assert!(store.row(&key).is_none());
             }
@@ -42,7 +42,7 @@ pub fn view_answers(bytes: &[u8]) {
     let text = String::from_utf8_lossy(rest);
     if let Ok(filter) = text.parse::<Filter>() {
         let bound = filter.bind(store.columns(), &[]);
-        for row in store.keys().filter_map(|key| store.row(key)) {
+        for row in store.rows() {
             bound.passes("pods", &row);
         }
     }

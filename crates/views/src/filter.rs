@@ -3,7 +3,7 @@
 use std::{cmp::Ordering, str::FromStr};
 
 use crate::{
-    store::RowRef,
+    row::RowRef,
     table::{Columns, Source},
 };
 

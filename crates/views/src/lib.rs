@@ -10,7 +10,12 @@
 mod cells;
 mod definition;
 mod filter;
+mod key;
 mod labels;
+mod memory;
+mod number;
+mod row;
+mod rows;
 mod store;
 pub mod table;
 #[cfg(test)]
@@ -21,8 +26,10 @@ mod uid;
 pub use self::{
     definition::{Definitions, Form, InvalidView, Resource, View},
     filter::{BoundFilter, Filter, InvalidFilter},
+    key::Key,
     labels::{InvalidLabels, Labels},
-    store::{Key, Listing, RowRef, Since, Store, Versions},
+    row::RowRef,
+    store::{Listing, Since, Store, Versions},
     table::{Column, Columns, Event, NewRow, Page, Source, Unreadable},
     uid::Uid,
 };

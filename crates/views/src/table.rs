@@ -320,6 +320,15 @@ fn name(text: Option<String>, what: &str, may_be_empty: bool) -> Result<String, 
     bounded(text, what, may_be_empty, LONGEST_NAME)
 }
 
+/// A slash would end the namespace of a [`Key`](crate::Key) earlier. None has one in Kubernetes.
+fn namespace(text: Option<String>) -> Result<String, Unreadable> {
+    let namespace = name(text, "a namespace", true)?;
+    if namespace.contains('/') {
+        return Err(Unreadable::new(format!("the namespace {:?} has a slash", cut(namespace, 64))));
+    }
+    Ok(namespace)
+}
+
 fn bounded(
     text: Option<String>,
     what: &str,
@@ -367,7 +376,7 @@ impl RawMeta {
         }
         let version = token(self.resource_version)?;
         let row = NewRow {
-            namespace: name(self.namespace, "a namespace", true)?,
+            namespace: namespace(self.namespace)?,
             name: name(self.name, "the name of an object", false)?,
             uid: Uid::new(&bounded(self.uid, "the uid of an object", true, LONGEST_UID)?),
             resource_version: version.parse().unwrap_or(0),

@@ -451,7 +451,7 @@ impl Reader {
                         *version = at;
                     }
                     Event::Deleted(namespace, name, at) => {
-                        let key = Key { namespace: namespace.into(), name: name.into() };
+                        let key = Key::new(&namespace, &name);
                         store.remove(&key, &self.hub.versions);
                         *version = at;
                     }

@@ -57,7 +57,7 @@ struct Seen {
     agent: AgentId,
     look: Look,
     /// The rows that the caller has.
-    sent: HashSet<Arc<Key>>,
+    sent: HashSet<Key>,
     /// The version up to which their changes are known; `None`: nothing was collected yet.
     version: Option<u64>,
     state: AgentState,
@@ -99,7 +99,7 @@ pub(crate) struct Subscription {
     /// Messages that are ready: few, because rows are made when there are none.
     ready: VecDeque<Event>,
     /// Rows that have changed. It is only filled when it is empty, so it has no more than there are.
-    changed: VecDeque<(usize, Arc<Key>)>,
+    changed: VecDeque<(usize, Key)>,
     /// Everything up to this version was collected.
     collected: u64,
     rows: usize,
@@ -404,7 +404,7 @@ impl Subscription {
                         }
                         Since::Changes(changed) => {
                             // The caller has the others, and may have had these.
-                            let passes = |key: &&Arc<Key>| {
+                            let passes = |key: &&Key| {
                                 let row = inner.store.row(key);
                                 row.is_some_and(|row| shows(&self.question, &filter, &feed.name, &row))
                             };
@@ -463,7 +463,7 @@ impl Subscription {
 
     /// Counts the memory of what is kept about rows. Returns whether it fits.
     fn count(&mut self) -> bool {
-        let changed = self.changed.capacity() * size_of::<(usize, Arc<Key>)>();
+        let changed = self.changed.capacity() * size_of::<(usize, Key)>();
         let bytes = changed + self.rows * SENT + self.feeds.len() * SEEN;
         bytes == self.counted || self.hub.count(&mut self.counted, bytes)
     }
@@ -526,8 +526,8 @@ impl Subscription {
                         removed.push(ViewKey {
                             agent_id: seen.agent.get(),
                             resource: feed.name.clone(),
-                            namespace: key.namespace.to_string(),
-                            name: key.name.to_string(),
+                            namespace: key.namespace().to_owned(),
+                            name: key.name().to_owned(),
                         });
                     }
                     None => {}
@@ -538,7 +538,7 @@ impl Subscription {
                         let row = row_of(seen.agent, &feed.name, &row, &seen.places);
                         bytes += row.cells.iter().map(String::len).sum::<usize>() + row.name.len() + 64;
                         upserted.push(row);
-                        if seen.sent.insert(Arc::clone(&key)) {
+                        if seen.sent.insert(key) {
                             self.rows += 1;
                         }
                     }

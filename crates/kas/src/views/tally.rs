@@ -142,7 +142,7 @@ impl Tally {
 
 fn count(store: &Store, states: &mut BTreeMap<String, usize>, namespaces: &mut BTreeSet<String>) {
     let places = Places::of(store.columns());
-    for row in store.keys().filter_map(|key| store.row(key)) {
+    for row in store.rows() {
         if !namespaces.contains(row.namespace()) {
             namespaces.insert(row.namespace().to_owned());
         }
