@@ -186,7 +186,8 @@ impl FromStr for Summary {
             count: number(part()?)?,
             digest: u64::from_str_radix(part()?, 16).map_err(|_| InvalidSummary)?,
         };
-        // This comparison refuses plus signs, leading zeros and upper case. A fifth part is of a later version.
+        // This comparison refuses plus signs, leading zeros and upper case. Only a later version has a fifth
+        // part.
         match s.strip_prefix(&*summary.to_string()) {
             Some(rest) if rest.is_empty() || rest.starts_with(':') => Ok(summary),
             _ => Err(InvalidSummary),
