@@ -370,7 +370,7 @@ pub(crate) const ALL: &[Scenario] = &[
     ),
     row(
         "S33",
-        "a replica that hears nothing of TCP while a table changes 8,000 times, then 1 KB/s while agents come and go",
+        "a replica that hears nothing while a table changes 8,000 times, then 1 KB/s of TCP while agents come and go",
         "it gets a snapshot instead of the changes; the others hold no more for it than bounds; requests through them succeed, sizes return to within 5 %, T_heal",
         false,
     )
