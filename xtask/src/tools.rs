@@ -230,8 +230,13 @@ fn envoy_install() -> Result<()> {
 const GO_THAT_FETCHES: (u32, u32) = (1, 21);
 
 /// The modules of Go whose programs the tests run.
-const GO_MODULES: [&str; 4] =
-    ["tests/kubernetes", "tests/kubernetes/node", "tests/kubernetes/kubectl-1.29", "tests/kubernetes/helm"];
+const GO_MODULES: [&str; 5] = [
+    "tests/grafana",
+    "tests/kubernetes",
+    "tests/kubernetes/node",
+    "tests/kubernetes/kubectl-1.29",
+    "tests/kubernetes/helm",
+];
 
 /// Returns the newest version of Go that one of the modules needs.
 fn go_wanted() -> Result<String> {

@@ -40,7 +40,7 @@ use tokio::{
 };
 
 pub use self::{
-    build::{Binaries, Tools, binaries, cache_folder, helm, tools},
+    build::{Binaries, Tools, binaries, cache_folder, grafana, helm, tools},
     client::{Reader, Writer},
     exclusive::{Exclusive, exclusive, exclusive_audited},
     node::Node,

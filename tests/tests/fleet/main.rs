@@ -5,5 +5,6 @@
 
 mod catalog;
 mod expressions;
+mod grafana;
 mod promql;
 mod setup;

@@ -1,4 +1,4 @@
-//! Builds what the tests run of Kubernetes with Go, once, and finds it again.
+//! Builds what the tests run of Kubernetes and Grafana with Go, once, and finds it again.
 //!
 //! Each module below has a folder in the cache of the tests, named after its requirements, its own source and
 //! the version of Go. A folder appears only when it is complete, and is never changed.
@@ -61,6 +61,14 @@ const HELM: Module = Module {
     source: &[],
     programs: &["helm"],
     announcement: "helm: about three minutes",
+};
+
+const GRAFANA: Module = Module {
+    folder: "grafana",
+    name: "grafana",
+    source: &["main.go"],
+    programs: &["grafana"],
+    announcement: "Grafana's data source for Prometheus: about a minute",
 };
 
 /// Where the servers' executables are.
@@ -143,6 +151,16 @@ pub(super) fn kubectl() -> Result<PathBuf> {
 /// When there is no Go, or the build fails.
 pub fn helm() -> Result<PathBuf> {
     Ok(HELM.provide()?.join("helm"))
+}
+
+/// Finds a program that asks what Grafana asks, with Grafana's own data source for Prometheus, and builds it
+/// when this machine has none yet. Blocks for minutes when it must be built.
+///
+/// # Errors
+///
+/// When there is no Go, or the build fails.
+pub fn grafana() -> Result<PathBuf> {
+    Ok(GRAFANA.provide()?.join("grafana"))
 }
 
 impl Module {
