@@ -1,5 +1,5 @@
-//! A client with as many watches as Argo CD may have: 1,500 of one agent, through real processes. The API
-//! server is this test.
+//! A client with as many watches as Argo CD may have: 1,500 of one agent, through real processes. And what
+//! becomes of watches when their agentk is shut down. The API server is this test.
 
 #![allow(clippy::unwrap_used)] // a test may panic
 
@@ -89,7 +89,7 @@ async fn watches(address: SocketAddr, count: usize) -> Result<Vec<RecvStream>> {
 }
 
 /// Opens an upgraded connection, and sends a byte to the API server and back.
-async fn exec(address: SocketAddr) -> Result<()> {
+async fn exec(address: SocketAddr) -> Result<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     let request = format!(
         "POST /agents/1/api/v1/namespaces/a/pods/b/exec?command=sh HTTP/1.1\r\nHost: kas\r\nAuthorization: Bearer \
@@ -98,9 +98,27 @@ async fn exec(address: SocketAddr) -> Result<()> {
     stream.write_all(request.as_bytes()).await?;
     let head = head(&mut stream).await?;
     ensure!(head.starts_with("HTTP/1.1 101 "), "{head}");
+    echo(&mut stream).await?;
+    Ok(stream)
+}
+
+/// Sends a byte over an upgraded connection to the API server and back.
+async fn echo(stream: &mut TcpStream) -> Result<()> {
     stream.write_all(b"x").await?;
     ensure!(stream.read_u8().await? == b'x');
     Ok(())
+}
+
+/// Starts the API server, and returns its URL.
+async fn api() -> Result<String> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let url = format!("http://{}", listener.local_addr()?);
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::spawn(api_server(stream));
+        }
+    });
+    Ok(url)
 }
 
 #[tokio::test]
@@ -112,17 +130,11 @@ async fn exec_opens_beside_1500_watches_of_one_agent() -> Result<()> {
     } }))
     .await?;
     let (kas, address) = (&endpoint.kas, endpoint.address);
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let url = format!("http://{}", listener.local_addr()?);
-    tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            tokio::spawn(api_server(stream));
-        }
-    });
+    let url = api().await?;
     let most = TUNNELS.to_string();
     let agentk = Agentk::start_with_arguments(kas.agent, &token(1), &url, &["--max-tunnels", &most]).await?;
     agentk.connected().await?;
-    timeout(SOON, exec(address)).await.context("exec does not open")??;
+    drop(timeout(SOON, exec(address)).await.context("exec does not open")??);
 
     let before = (kas.process.usage()?, agentk.process.usage()?);
     let begin = tokio::time::Instant::now();
@@ -141,7 +153,7 @@ async fn exec_opens_beside_1500_watches_of_one_agent() -> Result<()> {
         println!("{name}: {:.1} KiB for each watch", grown / WATCHES as f64);
     }
     kas.metric_is("kas_kubernetes_open{kind=\"watch\"}", WATCHES as f64).await?;
-    timeout(SOON, exec(address)).await.context("exec does not open beside the watches")??;
+    drop(timeout(SOON, exec(address)).await.context("exec does not open beside the watches")??);
     // One more than the caller may have, which no watch of it has to make room for.
     let refused = watches(address, 2).await.unwrap_err().to_string();
     assert!(refused.contains("429") && refused.contains("requests of this caller are open"), "{refused}");
@@ -152,4 +164,47 @@ async fn exec_opens_beside_1500_watches_of_one_agent() -> Result<()> {
         Ok(if open == 0.0 { Ok(()) } else { Err(open) })
     })
     .await
+}
+
+/// Fails if agentk waits for watches until its grace period is over, cuts one, or ends an exec with them.
+#[tokio::test]
+async fn an_agentk_that_is_shut_down_ends_watches_in_order_and_no_exec() -> Result<()> {
+    let endpoint = Endpoint::start(json!({})).await?;
+    let (kas, address) = (&endpoint.kas, endpoint.address);
+    let url = api().await?;
+    let first = Agentk::start_with(kas.agent, &token(1), &url).await?;
+    first.connected().await?;
+    let open = timeout(SOON, watches(address, 20)).await.context("the watches do not open")??;
+    let mut session = timeout(SOON, exec(address)).await.context("exec does not open")??;
+    let second = Agentk::start_with(kas.agent, &token(1), &url).await?;
+    second.connected().await?;
+
+    first.process.terminate();
+    let begin = tokio::time::Instant::now();
+    for mut body in open {
+        while let Some(data) = timeout(SOON, body.data()).await.context("a watch goes on")? {
+            let data = data.context("a watch was cut")?;
+            ensure!(data.is_empty(), "an event that nobody sent: {data:?}");
+        }
+        ensure!(body.is_end_stream(), "a watch was cut");
+    }
+    println!("the watches have ended after {:?}", begin.elapsed());
+    // Their clients come again, and are served by the other one.
+    let again = timeout(SOON, watches(address, 20)).await.context("the watches do not open again")??;
+    timeout(SOON, echo(&mut session)).await.context("the session has ended")??;
+    ensure!(first.process.is_running(), "agentk did not wait for a session");
+    let begin = tokio::time::Instant::now();
+    drop(session);
+    let status = first.process.exited(SOON).await?;
+    ensure!(status.success(), "agentk has ended with {status}");
+    println!("agentk has ended {:?} after the session", begin.elapsed());
+    ensure!(again.iter().all(|body| !body.is_end_stream()), "watches of another agentk have ended");
+
+    // Without a session, it waits for nothing.
+    second.process.terminate();
+    let begin = tokio::time::Instant::now();
+    let status = second.process.exited(SOON).await?;
+    ensure!(status.success(), "agentk has ended with {status}");
+    println!("agentk with 20 watches has ended after {:?}", begin.elapsed());
+    Ok(())
 }

@@ -36,8 +36,8 @@ use crate::{
     token::TokenFile,
 };
 
-/// How long open requests may continue after the shutdown signal, unless a connection is upgraded. A pod's
-/// default grace period is 30 s.
+/// How long open requests may continue after the shutdown signal, unless a connection is upgraded. Watches do
+/// not: they are ended. A pod's default grace period is 30 s.
 const DRAIN: Duration = Duration::from_secs(25);
 
 /// How long the export of the last spans may take.
@@ -208,7 +208,10 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
         let (calls, api_server, guard) = (Arc::clone(&calls), api_server.clone(), guard.clone());
         Gitops::new(calls, api_server, guard, pod, version, &mut registry)
     };
-    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT).guarded(guard);
+    let leave = CancellationToken::new();
+    let kubernetes = KubernetesApi::new(api_server, version::VERSION, version::COMMIT)
+        .guarded(guard)
+        .leaving(leave.clone());
     let upgrades = kubernetes.upgrades();
     let mut modules: Vec<Arc<dyn Module>> =
         vec![Arc::new(kubernetes.traced(tracer.clone())), Arc::new(Logging::new(level))];
@@ -239,7 +242,6 @@ pub async fn run(settings: Settings, level: Level) -> anyhow::Result<()> {
     };
     let admin = tokio::spawn(port.serve(admin, lifecycle.clone()));
 
-    let leave = CancellationToken::new();
     let tasks = TaskTracker::new();
     let pushed = watch::Sender::new(Pushed::default());
     modules.start(&Context::new(pushed.subscribe(), leave.clone()), &tasks);

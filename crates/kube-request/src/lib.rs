@@ -5,6 +5,7 @@
 //!   the decoded path, because that is the path that the API server acts on.
 //! * [`RequestInfo`]: verb, group, namespace, resource and name, as in kube-apiserver's `RequestInfo`.
 //! * [`Kind`]: how long a request may last and how it may end. [`Upgrade`]: to which protocol it upgrades.
+//! * [`EventEnds`]: where the answer to a watch may end.
 //! * [`RequestInfo::access_verb`]: the verb for rules about who may do what.
 //! * [`headers`]: canonical names, and the lists of headers that are dropped or forwarded.
 //! * [`Status`]: an error as Kubernetes clients expect it.
@@ -20,6 +21,7 @@
 //! # Ok::<_, kube_request::InvalidTarget>(())
 //! ```
 
+mod event_ends;
 pub mod headers;
 mod info;
 mod kind;
@@ -30,6 +32,7 @@ mod target;
 mod upgrade;
 
 pub use self::{
+    event_ends::EventEnds,
     info::{CONNECT, RequestInfo},
     kind::Kind,
     query::Parameters,

@@ -19,13 +19,12 @@ use bytes::Bytes;
 use grpc::{BoxError, Code, Outcome, Status};
 use http_body::{Body, Frame, SizeHint};
 use http_tunnel::field;
-use kube_request::Kind;
+use kube_request::{EventEnds, Kind};
 use routing::router::Answering;
 use tokio::time::{Instant, Sleep};
 use tunnel::frame::{Decoder, Event};
 
 use crate::{
-    boundary::EventEnds,
     ended_by::EndedBy,
     open::{OpenRequest, Shared, Verdict},
     record::Ending,

@@ -20,7 +20,6 @@
 
 mod agents;
 mod answer;
-mod boundary;
 mod connect;
 mod ended_by;
 mod failure;

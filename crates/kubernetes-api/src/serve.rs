@@ -19,7 +19,7 @@ use http::{
 use http_body::Body as HttpBody;
 use ids::{Actor, AgentId};
 use kube_request::{
-    Kind, RequestInfo, Target, Upgrade,
+    EventEnds, Kind, RequestInfo, Target, Upgrade,
     headers::{is_impersonation, remove_dropped},
 };
 use net::http::{Body, StreamReset, StreamSlot, Trust, upgrade as upgrade_connection};
@@ -36,7 +36,6 @@ use tunnel::{features::Features, kas_end::Head};
 use crate::{
     ClientStream, KubernetesApi, agents,
     answer::{self, AnswerBody, Reader},
-    boundary::EventEnds,
     connect::{self, Connect},
     ended_by::EndedBy,
     failure::{Failure, Presence, is_read_raw},

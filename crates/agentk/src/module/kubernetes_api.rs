@@ -7,10 +7,13 @@
 //!
 //! Before a request is sent, the [`Guard`] decides whether it may be. A request that asks for an upgrade
 //! (exec, attach, port-forward) has its own connection to the API server, see `upgrade`.
+//!
+//! When agentk shuts down, it ends watches itself, between two events, see `watch`. Everything else goes on.
 
 mod guard;
 mod timer;
 mod upgrade;
+mod watch;
 
 use std::{
     future::{Future, poll_fn},
@@ -28,6 +31,7 @@ use http_tunnel::{
 };
 use kube_request::Upgrade;
 use process::error::chain;
+use tokio_util::sync::CancellationToken;
 use traces::{Kind, Span, Tracer};
 use tunnel::agent_end::Reusable;
 
@@ -35,6 +39,7 @@ pub use self::{guard::Guard, upgrade::Upgrades};
 use self::{
     timer::Timer,
     upgrade::{Records, Switched},
+    watch::Watch,
 };
 use super::{Answer, Module, Service};
 use crate::{
@@ -54,6 +59,8 @@ pub struct KubernetesApi {
     /// The upgraded connections that are open.
     upgrades: Upgrades,
     guard: Guard,
+    /// Cancelled when agentk begins to shut down.
+    leave: CancellationToken,
 }
 
 impl KubernetesApi {
@@ -61,7 +68,19 @@ impl KubernetesApi {
     pub fn new(api: ApiServer, version: &str, commit: &str) -> Self {
         let user_agent = HeaderValue::try_from(format!("gitlab-agent/{version}/{commit}"));
         let user_agent = user_agent.unwrap_or(HeaderValue::from_static("gitlab-agent"));
-        Self { api, user_agent, tracer: None, upgrades: Upgrades::default(), guard: Guard::default() }
+        Self {
+            api,
+            user_agent,
+            tracer: None,
+            upgrades: Upgrades::default(),
+            guard: Guard::default(),
+            leave: CancellationToken::new(),
+        }
+    }
+
+    /// Ends watches when this is cancelled.
+    pub fn leaving(self, leave: CancellationToken) -> Self {
+        Self { leave, ..self }
     }
 
     /// Returns the upgraded connections that are open.
@@ -115,6 +134,7 @@ impl KubernetesApi {
         }
 
         let method = request.method().clone();
+        let is_watch = upgrade.is_none() && watch::is_watch(&request);
         let mut span = self.begin_span(&parts.headers, &mut request);
         let mut request_ended = false;
         let answered = match upgrade {
@@ -164,9 +184,11 @@ impl KubernetesApi {
                         entry.ended(Some(status.code().name()));
                     }
                 })?;
+                let watch = is_watch.then(|| Watch::begin(&parts, &self.leave)).flatten();
                 grpc::boxed(Download {
                     api: self.api.clone(),
                     upstream: Some(upstream),
+                    watch,
                     stream: (!request_ended).then_some(stream),
                     timer,
                     encoder,
@@ -246,6 +268,8 @@ struct Download {
     /// Dropped as soon as the response ends in any way, which closes the connection unless its response was
     /// complete.
     upstream: Option<ResponseBody>,
+    /// It is a watch, which may end before the API server ends it.
+    watch: Option<Watch>,
     /// `None`: the stream of the request has ended regularly.
     stream: Option<RequestStream>,
     timer: Timer,
@@ -268,6 +292,7 @@ impl Download {
             span.failed(status.code().name());
         }
         self.upstream = None;
+        self.watch = None;
         self.stream = None;
         self.timer = Timer::none();
         self.encoder.discard();
@@ -280,6 +305,11 @@ impl Download {
             self.finish(status);
             return Poll::Ready(());
         }
+        if self.watch.as_mut().is_some_and(|watch| watch.poll_end(cx).is_ready()) {
+            self.encoder.end();
+            self.finish(Status::new(Code::Ok, ""));
+            return Poll::Ready(());
+        }
         let Some(upstream) = &mut self.upstream else { return Poll::Pending };
         match Pin::new(upstream).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
@@ -287,6 +317,9 @@ impl Download {
                 let data = frame.into_data().unwrap_or_default();
                 if let Some(entry) = &mut self.entry {
                     entry.sent(data.len());
+                }
+                if let Some(watch) = &mut self.watch {
+                    watch.follow(&data);
                 }
                 self.encoder.push(data);
                 Poll::Ready(())

@@ -1,10 +1,19 @@
 //! Behaviour that a real API server does not show on demand: abort, stay silent, respond early, close.
 
+use std::time::Duration;
+
+use agentk::module::Modules;
 use grpc::Code;
 use proto::gitlab::agent::grpctool::http_response;
-use tokio::time::{Instant, timeout};
+use tokio::{
+    net::TcpListener,
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
 
-use crate::support::{NEVER, Peer, Reply, at, call, fetch, get, listen, modules, request, within};
+use crate::support::{
+    Caller, NEVER, Peer, Reply, at, call, fetch, get, leaving, listen, modules, request, within,
+};
 
 #[tokio::test]
 async fn a_get_has_no_body_and_is_prefixed_with_the_path_of_the_server() {
@@ -107,6 +116,79 @@ async fn each_chunk_of_a_watch_is_sent_at_once_and_a_broken_watch_is_an_error() 
     let host = url.trim_start_matches("http://");
     let start = format!("the response of the Kubernetes API server at {host} was aborted: ");
     assert!(status.message().starts_with(&start), "{status}");
+}
+
+/// Opens a request, to which the API server answers with this head and the beginning of a body.
+async fn opened(
+    listener: &TcpListener,
+    modules: &Modules,
+    target: &str,
+    head: &str,
+    first: &str,
+) -> (Peer, Reply, Caller) {
+    let (caller, answer) = call(modules, &[]);
+    caller.whole(get(target), b"").await;
+    let server = async {
+        let mut peer = Peer::accept(listener).await;
+        peer.head().await;
+        let chunk = format!("{:x}\r\n{first}\r\n", first.len());
+        peer.write(&format!("HTTP/1.1 200 OK\r\n{head}\r\ntransfer-encoding: chunked\r\n\r\n{chunk}")).await;
+        peer
+    };
+    let (peer, response) = tokio::join!(server, within(answer));
+    let mut reply = Reply::new(response);
+    assert_eq!(reply.header().await.status_code, 200);
+    assert_eq!(reply.data().await, first);
+    (peer, reply, caller)
+}
+
+#[tokio::test]
+async fn a_shutdown_ends_watches_between_two_events_and_nothing_else() {
+    const JSON: &str = "content-type: application/json";
+    let (listener, url) = listen().await;
+    let leave = CancellationToken::new();
+    let modules = leaving(&at(&url), &leave).await;
+    let open = |target, head, first| opened(&listener, &modules, target, head, first);
+    let mut quiet = open("/api/v1/pods?watch=1", JSON, "{}\n").await;
+    let mut within_event = open("/api/v1/pods?watch=1", JSON, "{}\n{\"type\":").await;
+    // A part of an event of protobuf: its length is 2.
+    let protobuf = "content-type: application/vnd.kubernetes.protobuf;stream=watch";
+    let mut binary = open("/api/v1/pods?watch=true", protobuf, "\0\0\0\u{2}a").await;
+    let mut others = Vec::new();
+    for (target, head) in [
+        ("/api/v1/namespaces/a/pods/b/log?follow=1", "content-type: text/plain"),
+        ("/api/v1/namespaces/a/services/b/proxy/c?watch=1", JSON),
+        // Nobody sees where its events end.
+        ("/api/v1/pods?watch=1", "content-type: application/json\r\ncontent-encoding: gzip"),
+    ] {
+        others.push(open(target, head, "x\n").await);
+    }
+    leave.cancel();
+    let (rest, trailer, status) = quiet.1.rest().await;
+    assert_eq!((&rest[..], trailer, status.code()), (&b""[..], true, Code::Ok));
+    // The API server is told, too.
+    assert_eq!(quiet.0.end().await, "");
+    for (watch, chunk, rest) in
+        [(&mut within_event, "3\r\n1}\n\r\n", &b"1}\n"[..]), (&mut binary, "1\r\nb\r\n", &b"b"[..])]
+    {
+        assert!(timeout(NEVER, watch.1.next()).await.is_err(), "it ends within an event");
+        watch.0.write(chunk).await;
+        let (got, trailer, status) = watch.1.rest().await;
+        assert_eq!((&got[..], trailer, status.code()), (rest, true, Code::Ok));
+    }
+    // One that begins now is open for a second: client-go would otherwise list everything again.
+    let begun = Instant::now();
+    let (_peer, mut reply, _caller) = open("/api/v1/pods?watch=1", JSON, "{}\n").await;
+    let (_, trailer, status) = reply.rest().await;
+    assert_eq!((trailer, status.code()), (true, Code::Ok));
+    assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
+    for (peer, reply, _) in &mut others {
+        peer.write("1\r\ny\r\n").await;
+        assert_eq!(reply.data().await, "y");
+        peer.write("0\r\n\r\n").await;
+        let (rest, trailer, status) = reply.rest().await;
+        assert_eq!((rest.len(), trailer, status.code()), (0, true, Code::Ok));
+    }
 }
 
 #[tokio::test]

@@ -30,6 +30,7 @@ use tokio::{
     sync::mpsc,
     time::timeout,
 };
+use tokio_util::sync::CancellationToken;
 
 pub(crate) const METHOD: &str = "/gitlab.agent.kubernetes_api.rpc.KubernetesApi/MakeRequest";
 
@@ -49,8 +50,17 @@ pub(crate) async fn modules(access: &ClusterAccess) -> Modules {
 
 /// As [`modules`], with a policy or an audit log.
 pub(crate) async fn guarded(access: &ClusterAccess, guard: Guard) -> Modules {
+    Modules::new(vec![Arc::new(module(access).await.guarded(guard))])
+}
+
+/// As [`modules`]. `leave` is cancelled when agentk begins to shut down.
+pub(crate) async fn leaving(access: &ClusterAccess, leave: &CancellationToken) -> Modules {
+    Modules::new(vec![Arc::new(module(access).await.leaving(leave.clone()))])
+}
+
+async fn module(access: &ClusterAccess) -> KubernetesApi {
     let api = access.connect().await.expect("the configuration is complete");
-    Modules::new(vec![Arc::new(KubernetesApi::new(api, "v1", "abc").guarded(guard))])
+    KubernetesApi::new(api, "v1", "abc")
 }
 
 pub(crate) fn at(url: impl Into<String>) -> ClusterAccess {

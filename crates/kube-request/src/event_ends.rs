@@ -1,11 +1,11 @@
-//! Where an event of a watch ends.
+//! [`EventEnds`]: where an event of a watch ends.
 
 /// Finds the ends of events in the body of a watch, without decoding them.
 ///
 /// A client that reads a watch continues from the last event that it has read, so a watch may end between two
 /// events. It then looks as if the API server had ended it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct EventEnds {
+pub struct EventEnds {
     form: Form,
     /// Complete events so far.
     events: u64,
@@ -33,7 +33,7 @@ struct Lengths {
 
 impl EventEnds {
     /// Starts at the beginning of a body with these values of `Content-Type` and `Content-Encoding`.
-    pub(crate) fn new(content_type: Option<&[u8]>, is_encoded: bool) -> Self {
+    pub fn new(content_type: Option<&[u8]>, is_encoded: bool) -> Self {
         let media = content_type.unwrap_or_default().split(|byte| *byte == b';').next().unwrap_or_default();
         let is = |name: &str| media.trim_ascii().eq_ignore_ascii_case(name.as_bytes());
         let form = if is_encoded {
@@ -49,7 +49,7 @@ impl EventEnds {
     }
 
     /// Follows the next bytes of the body.
-    pub(crate) fn follow(&mut self, bytes: &[u8]) {
+    pub fn follow(&mut self, bytes: &[u8]) {
         if bytes.is_empty() {
             return;
         }
@@ -64,7 +64,7 @@ impl EventEnds {
     }
 
     /// Whether the body may end here.
-    pub(crate) fn is_between(&self) -> bool {
+    pub fn is_between(&self) -> bool {
         match self.form {
             Form::Lines { between } => between,
             Form::Lengths(Lengths { have, .. }) => have == 0,
@@ -73,12 +73,12 @@ impl EventEnds {
     }
 
     /// Whether an end of an event can be seen at all.
-    pub(crate) fn is_known(&self) -> bool {
+    pub fn is_known(&self) -> bool {
         self.form != Form::Opaque
     }
 
     /// Whether at least one event is complete.
-    pub(crate) fn has_event(&self) -> bool {
+    pub fn has_event(&self) -> bool {
         self.events > 0
     }
 }
