@@ -11,7 +11,7 @@ use ids::AgentId;
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use super::ViewMetrics;
+use super::metrics::ViewMetrics;
 
 /// What the answers of one agent may take, in bytes: four pages of the largest size.
 const OF_AGENT: usize = 16 << 20;
