@@ -98,6 +98,13 @@ const SUMMARIES: u32 = 100;
 #[cfg(feature = "fuzzing")]
 pub fn fuzz(bytes: &[u8]) {
     reader::fuzz(bytes);
+    for status in [200, 201, 401, 403, 500] {
+        match caller::allowed(status, bytes) {
+            Ok(_) => assert!(status < 300, "{status} allows nothing"),
+            Err(refused) => assert!(refused.message().len() < 4_096, "{} bytes", refused.message().len()),
+        }
+    }
+    assert!(question::Resume::read(bytes).is_none_or(|resume| resume.to_bytes() == bytes));
 }
 
 /// Reads the views of these files, beside those that are built in.

@@ -159,12 +159,21 @@ async fn review(
         }},
     });
     let answer = source.post(REVIEWS, question.to_string().into()).await?;
-    let said = || table::message(&answer.body);
-    match answer.status {
-        200 | 201 => match serde_json::from_slice::<Review>(&answer.body) {
+    allowed(answer.status, &answer.body)
+}
+
+/// Reads the answer to a review.
+pub(super) fn allowed(status: i32, body: &[u8]) -> Result<bool, Status> {
+    let said = || table::message(body);
+    match status {
+        200 | 201 => match serde_json::from_slice::<Review>(body) {
             Ok(review) => Ok(review.status.allowed),
             Err(error) => {
-                let text = format!("the API server's answer about what the caller may see: {error}");
+                // The error repeats the value that is wrong, however long it is.
+                let text = format!(
+                    "the API server's answer about what the caller may see: {:.512}",
+                    error.to_string()
+                );
                 Err(Status::new(Code::Internal, text))
             }
         },
