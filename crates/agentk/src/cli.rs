@@ -105,8 +105,8 @@ pub struct AgentArguments {
         value_parser = clap::value_parser!(u16).range(1..=2000))]
     pub max_tunnels: u16,
     /// How long upgraded connections (kubectl exec, attach, port-forward) may continue after the shutdown
-    /// signal, for example 90s or 5m, at most 1h. Watches are ended, other requests have 25 s. The pod's grace
-    /// period must be longer.
+    /// signal, for example 90s or 5m, at most 1h. Watches are ended, other requests have 25 s. The pod's
+    /// grace period must be longer.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
     pub upgrade_grace: Duration,
     /// Export spans of requests to this OTLP endpoint, such as http://collector:4318. Default:

@@ -97,8 +97,8 @@ fn of_scenario(id: &str, history: &History) -> Vec<Measured> {
 }
 
 /// For each agent that requests waited for, each replica that they waited at, and each time that the agent
-/// came: whether it connected to that replica, which is the first in the order of names, and the times from its
-/// first tunnel to their starts, the shortest first.
+/// came: whether it connected to that replica, which is the first in the order of names, and the times from
+/// its first tunnel to their starts, the shortest first.
 fn unblocked(history: &History) -> Vec<(bool, Vec<Micros>)> {
     let first = history.lives.iter().map(|life| &life.replica).min();
     let mut came: BTreeMap<i64, BTreeSet<Micros>> = BTreeMap::new();

@@ -459,8 +459,8 @@ pub enum Effect {
     Disabled(BTreeSet<String>),
     /// Messages between these pairs are lost, in the direction given, at least in part.
     Cut(BTreeSet<(String, String)>),
-    /// Connections between these pairs deliver late: of replicas, or of an agent (`agent 7`) and a replica. It
-    /// excuses no view.
+    /// Connections between these pairs deliver late: of replicas, or of an agent (`agent 7`) and a replica.
+    /// It excuses no view.
     Slow(BTreeSet<(String, String)>),
     /// All replicas are affected: a broken Redis, for example.
     All,

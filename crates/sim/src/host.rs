@@ -65,7 +65,8 @@ impl Host {
         });
     }
 
-    /// Brings its clock to `now` before something is done to it from outside, and lets it run in the next step.
+    /// Brings its clock to `now` before something is done to it from outside, and lets it run in the next
+    /// step.
     pub(crate) fn touch(&mut self, now: Micros) {
         self.run_until(now);
         self.is_touched = true;

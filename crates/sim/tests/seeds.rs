@@ -39,8 +39,8 @@ fn seeds_that_failed_once_pass() {
     }
 }
 
-/// Fails if the checks have become blind. A request must wait in a calm time to show a lost wake-up, as in two
-/// seeds of three.
+/// Fails if the checks have become blind. A request must wait in a calm time to show a lost wake-up, as in
+/// two seeds of three.
 #[test]
 fn flaws_are_found_by_few_seeds() {
     for (flaw, seeds) in [("clean-end", "1"), ("kept-agents", "1"), ("lost-wake-ups", "3"), ("repeat", "1")] {

@@ -15,7 +15,7 @@ use testkit::{
     kas::{eventually, token, write_private},
     mesh::{Mesh, Options},
     process::soon,
-    raw_agent::{Configuration, Kind, RawAgent},
+    raw_agent::{Configuration, Kind, RawAgent, RawTunnel},
 };
 use tokio::{
     io::{AsyncWriteExt as _, BufReader},
@@ -31,6 +31,7 @@ struct Lab {
     listeners: BTreeMap<HttpListener, SocketAddr>,
     _agent: RawAgent,
     _configuration: Configuration,
+    _tunnel: RawTunnel,
     _files: TempDir,
 }
 
@@ -65,14 +66,17 @@ impl Lab {
             "observability": { "page": { "enabled": true } },
         }));
         mesh.start_replicas(&[0]).await?;
-        // While it has this stream, its hooks are known.
+        // While it has a tunnel and this stream, its hooks are read.
         let agent = RawAgent::connect(mesh.agents(0), &token(1), Kind::Old).await?;
         let configuration = agent.configuration("").await?;
+        let tunnel = agent.tunnel().await?;
         let caller = mesh.caller(0).await?;
         eventually("the hooks of the agent are known", async || {
             let request = ListHooksRequest { agent_id: 1 };
-            let listed: ListHooksResponse = caller.unary("/kas.api.v1.KasApi/ListHooks", &request).await?;
-            Ok(if listed.known { Ok(()) } else { Err(listed) })
+            // No replica is ready at first.
+            let listed: Result<ListHooksResponse> =
+                caller.unary("/kas.api.v1.KasApi/ListHooks", &request).await;
+            Ok(if listed.as_ref().is_ok_and(|listed| listed.known) { Ok(()) } else { Err(listed) })
         })
         .await?;
         let listeners = [
@@ -82,7 +86,14 @@ impl Lab {
             (HttpListener::Observability, mesh.observability(0)),
         ];
         let listeners = listeners.into();
-        Ok(Self { mesh, listeners, _agent: agent, _configuration: configuration, _files: files })
+        Ok(Self {
+            mesh,
+            listeners,
+            _agent: agent,
+            _configuration: configuration,
+            _tunnel: tunnel,
+            _files: files,
+        })
     }
 
     /// Sends a request over a connection of its own.

@@ -198,8 +198,8 @@ async fn sinks(it: &Setup, kubernetes: &Kubernetes, server: &Redis) -> Result<()
         }
     })
     .await?;
-    // The agent has left and come back in this test.
-    for part in ["it has happened", "kas.agent.disconnected", "kas.agent.connected"] {
+    // That the agent was away for a moment is no news.
+    for part in ["it has happened", "kas.agent.connected"] {
         eventually("the stream has it", async || {
             let entries = server.ask("XRANGE test:kas:sink:queue - +").await?;
             Ok(if entries.contains(part) { Ok(()) } else { Err(entries) })

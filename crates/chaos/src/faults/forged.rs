@@ -25,12 +25,14 @@ const BLOCK: [u8; 11] = [
 #[cfg(test)]
 const EXPANDED: u32 = 65_535;
 
-/// The beginning of a message of chitchat that updates nodes: its magic number, version 0, and the kind `Ack`.
+/// The beginning of a message of chitchat that updates nodes: its magic number, version 0, and the kind
+/// `Ack`.
 const UPDATE: [u8; 4] = [0x53, 0xb0, 0, 2];
 /// A block of a message of chitchat that is compressed.
 const COMPRESSED: u8 = 1;
 
-/// Returns an update whose blocks are decompressed to some 300 MiB, in as many bytes as a datagram has at most.
+/// Returns an update whose blocks are decompressed to some 300 MiB, in as many bytes as a datagram has at
+/// most.
 pub(crate) fn bomb() -> Vec<u8> {
     blocks(UPDATE.to_vec(), DATAGRAM)
 }

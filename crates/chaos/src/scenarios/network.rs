@@ -35,9 +35,9 @@ pub(super) const EACH: Duration = Duration::from_secs(2);
 /// A stream that lasts longer than the scenario that cuts it: messages, and the time between them.
 const LONG: (u64, Duration) = (900, Duration::from_millis(100));
 
-/// Measures what clients got during a cut that has ended: from a replica that held the agent, everything; with
-/// `across`, from one that could reach none of those that did, that the request was not started, in time. The
-/// load must have ended.
+/// Measures what clients got during a cut that has ended: from a replica that held the agent, everything;
+/// with `across`, from one that could reach none of those that did, that the request was not started, in
+/// time. The load must have ended.
 pub(super) fn sides(run: &mut Run, cut: usize, across: bool) -> Result<()> {
     let Sides { own, own_failed, across: times, across_wrong, examples } =
         Sides::of(&run.history.lock(), cut);
@@ -57,8 +57,8 @@ pub(super) fn sides(run: &mut Run, cut: usize, across: bool) -> Result<()> {
     Ok(())
 }
 
-/// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals. Returns the number of
-/// the fault.
+/// Drops packets for a time, counts false deaths meanwhile if none is allowed, and heals. Returns the number
+/// of the fault.
 async fn cut(run: &mut Run, what: &str, cuts: &[Cut], deaths: bool, lasting: Duration) -> Result<usize> {
     run.load(RATE, 0, 0);
     sleep(Duration::from_secs(2)).await;

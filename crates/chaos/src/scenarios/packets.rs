@@ -183,8 +183,8 @@ pub(super) async fn tcp(run: &mut Run) -> Result<()> {
 const SLOW: u32 = 8;
 /// Changes that a table gets while the replica hears nothing.
 const CHANGES: u64 = 8_000;
-/// The most changes that a stream which begins again makes up for, for a small table. For more, it begins with
-/// a snapshot.
+/// The most changes that a stream which begins again makes up for, for a small table. For more, it begins
+/// with a snapshot.
 const RESUMED: u64 = 4_096 + 100;
 /// Agents that make them.
 const CHANGING: i64 = 16;

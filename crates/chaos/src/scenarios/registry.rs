@@ -173,8 +173,8 @@ pub(super) async fn churn(run: &mut Run) -> Result<()> {
     Ok(())
 }
 
-/// How long an agent comes and goes: longer than it may be missing in a view (I9), and shorter than a view may
-/// have it after it has left (I8).
+/// How long an agent comes and goes: longer than it may be missing in a view (I9), and shorter than a view
+/// may have it after it has left (I8).
 const HAMMERED: Duration = Duration::from_secs(7);
 
 /// One agent has a tunnel at the last replica all the time, and comes to the two others and leaves them as

@@ -39,8 +39,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// Without an answer about rights for this long, the subscription ends.
 const SILENT: Duration = Duration::from_secs(300);
 /// After so long without an answer about all that is attached, no rows are told, whatever the reason is. The
-/// director may wait for a caller that reads slowly, or for many agents. Rights are asked for again each minute
-/// or more often.
+/// director may wait for a caller that reads slowly, or for many agents. Rights are asked for again each
+/// minute or more often.
 pub(super) const STALE: Duration = Duration::from_secs(60 + 300);
 /// Agents that come together are looked for together.
 const SETTLE: Duration = Duration::from_millis(100);

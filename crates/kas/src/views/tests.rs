@@ -456,7 +456,7 @@ async fn an_answer_that_nobody_reads_ends_and_one_without_news_does_not() {
 
 #[tokio::test(start_paused = true)]
 async fn rows_that_do_not_fit_into_the_memory_end_the_subscription() {
-    let lab = Lab::with(2, 100_000);
+    let lab = Lab::with(2, 70_000);
     for n in 0..200 {
         lab.world().put("shop", &format!("web-{n}"), "Running", 0);
     }

@@ -532,8 +532,8 @@ enum Source {
     Stream(Body),
 }
 
-/// The body of an answer. Until the client has taken it, the request counts as open, and what the answer holds
-/// is held.
+/// The body of an answer. Until the client has taken it, the request counts as open, and what the answer
+/// holds is held.
 struct Sent {
     source: Source,
     ending: Ending,

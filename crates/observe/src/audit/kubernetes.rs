@@ -42,8 +42,8 @@ impl KubernetesAction {
         Some(Self { verb, resource, path_hash, on_behalf_of: impersonated_user(header) })
     }
 
-    /// Returns the action of a request that kas answers itself. `route`: its path, with names in place of what
-    /// differs. That is the resource.
+    /// Returns the action of a request that kas answers itself. `route`: its path, with names in place of
+    /// what differs. That is the resource.
     pub fn of_route(method: &str, route: &str, path: &str) -> Self {
         Self {
             verb: truncated(&method.to_ascii_lowercase()),

@@ -1,9 +1,9 @@
 //! A request that is lent a tunnel, while another one waits for it here, in every order that the scheduler of
 //! `museum` chooses.
 //!
-//! Both replicas, the agent and the streams between them are tasks of their own. The locks, flags and wake-ups
-//! of the registry, of the lease and of what waits for a leased tunnel are those of [`sync`](crate::sync). A
-//! lease that nobody returns is a deadlock, which fails.
+//! Both replicas, the agent and the streams between them are tasks of their own. The locks, flags and
+//! wake-ups of the registry, of the lease and of what waits for a leased tunnel are those of
+//! [`sync`](crate::sync). A lease that nobody returns is a deadlock, which fails.
 
 use std::future::poll_fn;
 
