@@ -4,12 +4,18 @@
 //! metadata ([`Form::Metadata`]). Events come as objects ([`Form::Events`]), because their printed ages would
 //! be those of the moment when they were printed.
 
+mod raw;
+
 use std::{fmt::Write as _, sync::Arc};
 
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
+use self::raw::{
+    RawCell, RawColumn, RawEvent, RawLabels, RawList, RawMeta, RawObject, RawOwner, RawRow, RawStatus,
+    RawWatchEvent,
+};
 use crate::{definition::Form, uid::Uid};
 
 /// The most columns of a table.
@@ -147,127 +153,6 @@ impl Unreadable {
     }
 }
 
-#[derive(Deserialize)]
-struct RawList {
-    #[serde(default)]
-    kind: String,
-    #[serde(default)]
-    metadata: RawListMeta,
-    #[serde(default, rename = "columnDefinitions")]
-    columns: Option<Vec<RawColumn>>,
-    #[serde(default)]
-    rows: Option<Vec<RawRow>>,
-    #[serde(default)]
-    items: Option<Vec<Value>>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawListMeta {
-    #[serde(rename = "resourceVersion")]
-    resource_version: Option<String>,
-    #[serde(rename = "continue")]
-    next: Option<String>,
-    #[serde(rename = "remainingItemCount")]
-    remaining: Option<i64>,
-}
-
-#[derive(Deserialize)]
-struct RawColumn {
-    name: String,
-    #[serde(default, rename = "type")]
-    kind: String,
-    #[serde(default)]
-    format: String,
-    #[serde(default)]
-    priority: i64,
-}
-
-#[derive(Deserialize)]
-struct RawRow {
-    #[serde(default)]
-    cells: Vec<Value>,
-    #[serde(default)]
-    object: Option<RawObject>,
-}
-
-#[derive(Deserialize)]
-struct RawObject {
-    #[serde(default)]
-    metadata: RawMeta,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawMeta {
-    namespace: Option<String>,
-    name: Option<String>,
-    uid: Option<String>,
-    #[serde(rename = "resourceVersion")]
-    resource_version: Option<String>,
-    #[serde(rename = "creationTimestamp")]
-    created: Option<String>,
-    // Sorted, so that equal labels are equal texts.
-    labels: Option<std::collections::BTreeMap<String, String>>,
-    #[serde(rename = "ownerReferences")]
-    owners: Option<Vec<RawOwner>>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawOwner {
-    kind: String,
-    name: String,
-    controller: Option<bool>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawEvent {
-    metadata: RawMeta,
-    #[serde(rename = "type")]
-    kind: Option<String>,
-    reason: Option<String>,
-    message: Option<String>,
-    #[serde(rename = "involvedObject")]
-    object: RawReference,
-    #[serde(rename = "lastTimestamp")]
-    last: Option<String>,
-    #[serde(rename = "eventTime")]
-    at: Option<String>,
-    count: Option<i64>,
-    series: Option<RawSeries>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawReference {
-    kind: Option<String>,
-    name: Option<String>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawSeries {
-    count: Option<i64>,
-    #[serde(rename = "lastObservedTime")]
-    last: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct RawWatchEvent {
-    #[serde(rename = "type")]
-    kind: String,
-    object: Value,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct RawStatus {
-    code: Option<i64>,
-    message: Option<String>,
-}
-
 /// Returns the columns of [`Form::Events`].
 pub(crate) fn event_columns() -> Columns {
     Columns::new([
@@ -295,13 +180,8 @@ fn cut(mut text: String, longest: usize) -> String {
     text
 }
 
-fn cell(value: Value) -> String {
-    let text = match value {
-        Value::Null => String::new(),
-        Value::String(text) => text,
-        other => other.to_string(),
-    };
-    cut(text, LONGEST_CELL)
+fn cell(RawCell(text): &mut RawCell) -> String {
+    cut(std::mem::take(text), LONGEST_CELL)
 }
 
 fn seconds(time: Option<&str>) -> Option<i64> {
@@ -343,7 +223,7 @@ fn bounded(
 }
 
 /// Returns what controls an object, such as `StatefulSet/db`; empty: nothing, or its name is too long.
-fn controller(owners: Vec<RawOwner>, labels: Option<&std::collections::BTreeMap<String, String>>) -> String {
+fn controller(owners: Vec<RawOwner>, labels: &RawLabels) -> String {
     let controls = |owner: &RawOwner| owner.controller == Some(true);
     let Some(RawOwner { kind, name, .. }) = owners.into_iter().find(controls) else { return String::new() };
     let is_name = |text: &str| (1..=LONGEST_NAME).contains(&text.len());
@@ -352,9 +232,9 @@ fn controller(owners: Vec<RawOwner>, labels: Option<&std::collections::BTreeMap<
     }
     // The replica set between them is of no interest to people, and is in no view.
     let of_deployment = labels
-        .and_then(|labels| labels.get(TEMPLATE_HASH))
+        .get(TEMPLATE_HASH)
         .filter(|_| kind == "ReplicaSet")
-        .and_then(|hash| name.strip_suffix(hash.as_str())?.strip_suffix('-'))
+        .and_then(|hash| name.strip_suffix(hash)?.strip_suffix('-'))
         .filter(|name| !name.is_empty());
     match of_deployment {
         Some(deployment) => format!("Deployment/{deployment}"),
@@ -364,9 +244,10 @@ fn controller(owners: Vec<RawOwner>, labels: Option<&std::collections::BTreeMap<
 
 impl RawMeta {
     fn row(self, time: Option<i64>, cells: Vec<String>) -> Result<(NewRow, String), Unreadable> {
-        let owner = controller(self.owners.unwrap_or_default(), self.labels.as_ref());
+        let sent = self.labels.unwrap_or_default();
+        let owner = controller(self.owners.unwrap_or_default(), &sent);
         let mut labels = String::new();
-        for (key, value) in self.labels.unwrap_or_default() {
+        for (key, value) in sent.iter() {
             let separator = if labels.is_empty() { "" } else { "," };
             // Writing to a text never fails.
             let _ = write!(labels, "{separator}{key}={value}");
@@ -447,7 +328,7 @@ fn definitions(raw: Vec<RawColumn>) -> Result<Definitions, Unreadable> {
 
 fn table_row(raw: RawRow, kept: &[usize]) -> Result<(NewRow, String), Unreadable> {
     let mut cells = raw.cells;
-    let mut taken = |at: &usize| cells.get_mut(*at).map_or_else(String::new, |value| cell(value.take()));
+    let mut taken = |at: &usize| cells.get_mut(*at).map_or_else(String::new, cell);
     let cells = kept.iter().map(&mut taken).collect();
     let object = raw.object.ok_or_else(|| Unreadable::new("a row has no object"))?;
     object.metadata.row(None, cells)
@@ -457,7 +338,7 @@ fn from_json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Unreadable> {
     serde_json::from_slice(bytes).map_err(|error| Unreadable::new(error.to_string()))
 }
 
-fn from_value<T: serde::de::DeserializeOwned>(value: Value) -> Result<T, Unreadable> {
+fn from_value<T: DeserializeOwned>(value: Value) -> Result<T, Unreadable> {
     serde_json::from_value(value).map_err(|error| Unreadable::new(error.to_string()))
 }
 
@@ -466,40 +347,45 @@ fn from_value<T: serde::de::DeserializeOwned>(value: Value) -> Result<T, Unreada
 /// # Errors
 /// If it is not what was asked for, or too large in some respect.
 pub fn page(form: Form, bytes: &[u8]) -> Result<Page, Unreadable> {
-    let raw: RawList = from_json(bytes)?;
-    let (columns, rows) = match form {
+    match form {
         Form::Table => {
+            let mut raw: RawList<Value> = from_json(bytes)?;
             if raw.kind != "Table" {
                 return Err(Unreadable::new(format!("expected a Table, got {:?}", cut(raw.kind, 64))));
             }
-            let definitions = definitions(raw.columns.unwrap_or_default())?;
-            let rows = raw.rows.unwrap_or_default().into_iter().map(|row| table_row(row, &definitions.kept));
-            let rows: Result<Vec<_>, _> = rows.collect();
-            (definitions.columns, rows?)
+            let Definitions { columns, kept } = definitions(raw.columns.take().unwrap_or_default())?;
+            let rows = raw.rows.take().unwrap_or_default();
+            page_of(raw, columns, rows.into_iter().map(|row| table_row(row, &kept)))
         }
         Form::Metadata => {
-            let rows = raw.items.unwrap_or_default().into_iter().map(metadata_row);
-            let rows: Result<Vec<_>, _> = rows.collect();
-            (metadata_columns(), rows?)
+            let mut raw: RawList<RawObject> = from_json(bytes)?;
+            let items = raw.items.take().unwrap_or_default();
+            page_of(
+                raw,
+                metadata_columns(),
+                items.into_iter().map(|item| item.metadata.row(None, Vec::new())),
+            )
         }
         Form::Events => {
-            let rows =
-                raw.items.unwrap_or_default().into_iter().map(|item| from_value::<RawEvent>(item)?.row());
-            let rows: Result<Vec<_>, _> = rows.collect();
-            (event_columns(), rows?)
+            let mut raw: RawList<RawEvent> = from_json(bytes)?;
+            let items = raw.items.take().unwrap_or_default();
+            page_of(raw, event_columns(), items.into_iter().map(RawEvent::row))
         }
-    };
+    }
+}
+
+fn page_of<I>(
+    raw: RawList<I>,
+    columns: Columns,
+    rows: impl Iterator<Item = Result<(NewRow, String), Unreadable>>,
+) -> Result<Page, Unreadable> {
     Ok(Page {
         columns,
-        rows: rows.into_iter().map(|(row, _)| row).collect(),
+        rows: rows.map(|row| row.map(|(row, _)| row)).collect::<Result<_, _>>()?,
         resource_version: token(raw.metadata.resource_version)?,
         next: token(raw.metadata.next)?,
         remaining: raw.metadata.remaining.and_then(|count| u64::try_from(count).ok()),
     })
-}
-
-fn metadata_row(item: Value) -> Result<(NewRow, String), Unreadable> {
-    from_value::<RawObject>(item)?.metadata.row(None, Vec::new())
 }
 
 /// Reads the events of a watch, one by one.
@@ -543,10 +429,10 @@ impl Watch {
 
     fn row(&mut self, object: Value) -> Result<(Option<Columns>, (NewRow, String)), Unreadable> {
         match self.form {
-            Form::Metadata => Ok((None, metadata_row(object)?)),
+            Form::Metadata => Ok((None, from_value::<RawObject>(object)?.metadata.row(None, Vec::new())?)),
             Form::Events => Ok((None, from_value::<RawEvent>(object)?.row()?)),
             Form::Table => {
-                let table: RawList = from_value(object)?;
+                let table: RawList<Value> = from_value(object)?;
                 let columns = self.definitions(table.columns)?;
                 let mut rows = table.rows.unwrap_or_default();
                 let (Some(row), true) = (rows.pop(), rows.is_empty()) else {
@@ -570,7 +456,7 @@ impl Watch {
         let version = match self.form {
             Form::Metadata | Form::Events => from_value::<RawObject>(object)?.metadata.resource_version,
             Form::Table => {
-                let mut table: RawList = from_value(object)?;
+                let mut table: RawList<Value> = from_value(object)?;
                 // It may be the first event of the watch.
                 self.definitions(table.columns.take())?;
                 let row = table.rows.unwrap_or_default().pop();
