@@ -122,7 +122,7 @@ pub(crate) fn setup(id: &str, quick: bool) -> Setup {
             ..setup
         },
         "S11" | "S12" => Setup { connections: 1, double: 12, ..finds(setup) },
-        "S13" => Setup { replicas: 5, more_agents: 8, ..finds(setup) },
+        "S13" => Setup { replicas: 5, more_agents: 8, connections: 1, double: 12, ..finds(setup) },
         "S30" if quick => Setup { replicas: 4, pinned: 12, ..setup },
         "S30" => Setup { replicas: 7, pinned: 12, ..setup },
         "S48" if quick => Setup { replicas: 4, agents: 200, pinned: 100, ..setup },

@@ -4,7 +4,7 @@
 //! build as it is, in which it must pass, and with a *flaw*, in which it must fail. A flaw is a switch that
 //! breaks one rule in a crate; [`exhibit`] runs both directions, and `cargo xtask museum` prints them.
 //!
-//! [`sync`] and [`schedule`] explore the order in which tasks run: feature `schedules`.
+//! `sync` and `schedule` explore the order in which tasks run. They need the feature `schedules`.
 //!
 //! [`records`] has what replicas of other versions write.
 

@@ -202,7 +202,9 @@ fn snapshots(history: &History, observer: &str, owner: &str, (from, to): (Micros
     let mut looks: Vec<_> = history
         .views
         .iter()
-        .filter(|view| view.observer == observer && view.agents.is_none() && view.at >= from && view.at <= to)
+        // A view that does not change is one record, which may have begun before.
+        .filter(|view| view.observer == observer && view.agents.is_none())
+        .filter(|view| view.until >= from && view.at <= to)
         .filter_map(|view| {
             let version = view.live.get(owner)?;
             Some((view.at, version.epoch?, version.version?))
