@@ -181,7 +181,9 @@ fn exhibits(rows: &[&Row]) -> Result<Vec<Shown>> {
 
 /// The executables of tests, built by one command: with one for each package, cargo would choose other
 /// features of shared dependencies each time, and build them again.
-struct Tests(BTreeMap<String, PathBuf>);
+///
+/// By the folder of the package and their names: two packages may have tests of the same name.
+struct Tests(BTreeMap<(PathBuf, String), PathBuf>);
 
 impl Tests {
     /// Builds them, and programs with them.
@@ -192,8 +194,9 @@ impl Tests {
             if message["profile"]["test"] == true
                 && let (Some(name), Some(path)) =
                     (message["target"]["name"].as_str(), message["executable"].as_str())
+                && let Some(package) = message["manifest_path"].as_str().and_then(|it| Path::new(it).parent())
             {
-                executables.insert(name.replace('_', "-"), path.into());
+                executables.insert((package.to_owned(), name.replace('_', "-")), path.into());
             }
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -203,9 +206,10 @@ impl Tests {
 
     /// Returns a command that runs the tests that are its arguments, in the folder of their package.
     fn command(&self, name: &str, package: &Path) -> Result<Command> {
-        let path = self.0.get(name).with_context(|| format!("cargo built no tests of {name}"))?;
-        let mut command = Command::new(path);
-        command.current_dir(workspace::root().join(package)).arg("--exact");
+        let package = workspace::root().join(package);
+        let path = self.0.get(&(package.clone(), name.to_owned()));
+        let mut command = Command::new(path.with_context(|| format!("cargo built no tests of {name}"))?);
+        command.current_dir(package).arg("--exact");
         Ok(command)
     }
 }
