@@ -119,7 +119,7 @@ pub(crate) struct Simulation {
     /// How long a replica that leaves stays away, and the number of the fault.
     leaving: BTreeMap<usize, (Micros, usize)>,
     lasting: Vec<Lasting>,
-    /// Replicas that can find no others now, with the number of that in the history.
+    /// Replicas that may miss all others now, with the number of that in the history.
     blind: BTreeMap<usize, usize>,
     /// The agents run here.
     outside: Host,
@@ -450,11 +450,17 @@ impl Simulation {
         self.apply_rules();
     }
 
-    /// Notes who can find no other replica that it has lost: discovery fails, and gossip too.
+    /// Notes who may miss other replicas because gossip is lost and something else too. Without discovery,
+    /// nothing finds a replica again. If connections lose packets, a link and its redial may be too late,
+    /// and then gossip and stream both say that the replica is gone.
     fn note_blind(&mut self) {
-        let is_udp_cut = self.lasting.iter().any(|fault| fault.links.iter().any(|(.., rule)| rule.udp_cut));
+        let any = |is: fn(&Rule) -> bool| {
+            self.lasting.iter().flat_map(|fault| &fault.links).any(|(.., rule)| is(rule))
+        };
+        let (is_udp_cut, is_lossy) = (any(|rule| rule.udp_cut), any(|rule| rule.loss > 0.0));
         let lost = self.lasting.iter().filter_map(|fault| fault.discovery);
-        let blind: BTreeSet<usize> = lost.filter(|_| is_udp_cut).collect();
+        let late = (0..self.options.replicas).filter(|_| is_lossy);
+        let blind: BTreeSet<usize> = lost.chain(late).filter(|_| is_udp_cut).collect();
         let name = |replica: usize| replica::name(replica::host(replica));
         let seen: Vec<usize> =
             self.blind.keys().copied().filter(|replica| !blind.contains(replica)).collect();
@@ -463,7 +469,7 @@ impl Simulation {
         }
         for replica in blind {
             let pairs = (0..self.options.replicas).map(|other| (name(other), name(replica))).collect();
-            let what = format!("{} can find no other replica", name(replica));
+            let what = format!("{} may miss every other replica", name(replica));
             let fault = history::Fault { from: self.now, to: None, what, effect: Effect::Cut(pairs) };
             self.blind.entry(replica).or_insert_with(|| self.world.recorder.fault(fault));
         }
