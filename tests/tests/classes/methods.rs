@@ -19,7 +19,7 @@ use testkit::{
 /// Who may call a method, and so at which listener it is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
-    /// Who has a JWT of the API secret: the API listener.
+    /// Clients with a JWT of the API secret: the API listener.
     Caller,
     /// The same, for a method of an agent: the listener passes it on.
     CallerOfAgent,

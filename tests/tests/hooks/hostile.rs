@@ -129,7 +129,7 @@ async fn hooks_without_bodies_keep_no_other_out() -> Result<()> {
     }
     let refused = "kas_mailbox_refused_total{reason=\"room\"}";
     testkit::kas::metric_is_at_least(it.mesh.observability(0), refused, 1.0).await?;
-    // Whoever sends right ones is served, also from the same address.
+    // A sender of right ones is served, also from the same address.
     for n in 0..4 {
         it.push(0, "push", &format!("b-{n}"), &"b".repeat(100 << 10)).await?.id()?;
         let stream = it.open_from_elsewhere(0).await?;

@@ -114,7 +114,7 @@ async fn webhooks(it: &Setup, kubernetes: &Kubernetes, agentk: Agentk, bearer: &
     Ok(agentk)
 }
 
-/// Who has looked, at what, and how that has ended.
+/// Checks the audit lines of views: the caller, what it asked for, and how that ended.
 async fn looks_are_audited(it: &Setup) -> Result<()> {
     // The view was left. Those who call the API see everything.
     it.pair(json!({

@@ -1,4 +1,4 @@
-//! Datagrams of somebody who does not know the key of gossip, made of those that were seen.
+//! Datagrams of a sender without the key of gossip, made of those that were seen.
 
 use anyhow::{Context as _, Result, ensure};
 use rand::{Rng as _, RngExt as _, rngs::StdRng};

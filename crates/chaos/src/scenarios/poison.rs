@@ -1,4 +1,4 @@
-//! S44: datagrams of somebody who does not know the key of gossip.
+//! S44: datagrams of a sender without the key of gossip.
 
 use std::{
     net::{SocketAddr, UdpSocket},

@@ -52,7 +52,7 @@ impl Rooms {
         let lost = Arc::new(Notify::new());
         let (number, taken) = {
             let mut state = self.state.lock();
-            // Whoever has no address came over a Unix socket.
+            // A sender without an address came over a Unix socket.
             let is_known = source.is_none_or(|source| state.known.has(&source));
             state.room.enter(source, is_known, HOOK + headers, Arc::clone(&lost))
         };
